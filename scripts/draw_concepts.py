@@ -75,13 +75,12 @@ def draw_loop() -> Picture:
     picture.arrow(f"M{middle['generator'] + 12} {y + 120}L{middle['generator'] + 12} {y + 80}")
     picture.box(34, 24, places["trainer"] + wide - 34, 48, "#f3f5f7", LINE)
     picture.text(WIDTH / 2, 44, "controller", "name", "middle")
-    words = "who may start, what a step trains, what must be saved: no completion and no weight passes here"
+    words = "decides what may start, what a step trains, what must be saved; no rollout and no weight passes here"
     picture.text(WIDTH / 2, 62, words, "small", "middle")
     for name in nodes:
         picture.arrow(f"M{middle[name]} 76L{middle[name]} {y - 3}", "3 4")
-    picture.text(
-        34, 316, "Each box is a process or several, on one machine or many; arrows are bounded channels.", "small"
-    )
+    words = "Generator, rewards, trainer: a process each, or several, on one machine or many. Arrows: bounded channels."
+    picture.text(34, 316, words, "small")
     return picture
 
 
@@ -144,7 +143,7 @@ def draw_life() -> Picture:
         ("on place p,", "at version 4"),
         ("its prompt once", "for the group"),
         ("new weights arrive", "at its 6th token"),
-        ("with its group's", "other samples"),
+        ("as soon as it", "is finished"),
         ("waits for its turn;", "never thrown away"),
         ("in step 6,", "with k = 2"),
     ]

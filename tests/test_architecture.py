@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_700
+MAX_LINES = 93_050
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,19 +179,19 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_370,
     "batching": 455,
-    "controller": 6_375,
-    "core": 11_850,
-    "environments": 8_175,
+    "controller": 6_415,
+    "core": 11_905,
+    "environments": 8_185,
     "evals": 2_735,
-    "generator": 10_055,
+    "generator": 10_100,
     "jail": 1_060,
     "jobs": 1_035,
-    "models": 10_035,
-    "observe": 10_115,
-    "plan": 7_605,
-    "prompts": 1_505,
-    "rewards": 3_980,
-    "stages": 2_805,
+    "models": 10_050,
+    "observe": 10_130,
+    "plan": 7_620,
+    "prompts": 1_520,
+    "rewards": 4_050,
+    "stages": 2_855,
     "trainer": 6_580,
     "weight_sync": 3_770,
 }

@@ -74,7 +74,7 @@ def run(
     preset: str | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
-    prompts: Sequence[GivenPrompt] | None = None,
+    prompts: Sequence[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]] | None = None,
     environment: EnvironmentMaker | None = None,
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
@@ -301,7 +301,7 @@ def _check(config: RunConfig, given: FromPython) -> None:
     from slipstream.controller.meeting import check_listening
     from slipstream.stages.chain import check_stages
 
-    with_folders(config, tell=_tell(display=given.display))
+    with_folders(config, tell=_tell(display=given.display), is_first=True)
     check_stages(config, given=given.functions, environments=given.environments, remote=given.remote)
     if given.cluster is not None:
         check_listening(given.cluster.listen)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,15 +25,17 @@ from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline, RunInput
 from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
+from slipstream.controller.waiting import work_left
 from slipstream.core.addresses import StoreAddresses, grant_incarnation
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost
+from slipstream.core.interrupts import Interrupted
 from slipstream.core.keys import RunKeys
 from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
-from slipstream.core.service_messages import Admit, Checkpoint, Counters, Noted, Ready
+from slipstream.core.service_messages import Admit, Checkpoint, CheckpointSaved, Counters, Exported, Noted, Ready
 from slipstream.core.types import (
     CompletionFinished,
     GroupScored,
@@ -334,10 +337,12 @@ LOST_A_RANK = failed("trainer", "RankError: rank 1 is gone", may_follow=True)
     [
         ([failed("trainer")], ExecutorDied, "'trainer' failed"),
         ([Joined(executor="trainer", incarnation=2)], ExecutorLost, "was lost"),
+        ([failed("trainer", "RuntimeError: shapes", may_follow=True)], ExecutorDied, "'trainer' failed\n.*shapes"),
+        ([failed("trainer", "RuntimeError: [gloo/pair.cc:5] reset", may_follow=True)], ExecutorLost, "was lost"),
         ([LOST_A_RANK], ExecutorLost, "'trainer' was lost\n.*rank 1 is gone"),
         ([LOST_A_RANK, failed("trainer", "ValueError: no")], ExecutorDied, "'trainer' failed\n.*ValueError: no"),
         ([failed("generator-0", "NonFiniteError: nan")], ExecutorDied, "'generator-0' failed"),
-        ([failed("generator-0", "WeightSyncError: no")], ExecutorDied, "'generator-0' failed"),
+        ([failed("generator-0", "NotReproducedError: no")], ExecutorDied, "'generator-0' failed"),
     ],
 )
 def test_without_the_trainer_or_with_broken_weights_there_is_no_run(
@@ -352,6 +357,20 @@ def test_without_the_trainer_or_with_broken_weights_there_is_no_run(
     with pytest.raises(ExecutorDied, match=what) as raised:
         run.until(lambda: False, "never")
     assert type(raised.value) is kind
+
+
+def test_a_machine_that_alone_cannot_take_a_version_ends_no_run(run: Run) -> None:
+    """Its disk is full, or it has just come and computes something else than the replicas that have that version."""
+    played = run.start()
+    played["generator-1"].say(failed("generator-1", "WeightSyncError: no room"))
+    run.until(lambda: 1 not in run.schedule.versions, "the loss")
+    [again] = run.start_again("generator-1")
+    again.join()
+    run.until(lambda: not run.controller.executors._membership.is_absent("generator-1"), "it is there again")
+    again.say(failed("generator-1", "NotReproducedError: no"))
+    run.until(lambda: run.controller.executors._membership.is_absent("generator-1"), "it is lost again")
+    assert run.observer.notes[-2] == "generator-1 failed: NotReproducedError: no"
+    assert sorted(run.schedule.versions) == [0]
 
 
 def test_who_loads_a_model_or_trains_may_be_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,6 +440,7 @@ def test_a_resume_may_bring_a_whole_batch_which_is_trained_before_any_generator_
     for ordinal in (0, 1):
         trainer.say(scored(ordinal))
     run.until(lambda: bool(run.schedule.training), "the step")
+    assert work_left(run.schedule, has_begun=run.controller.has_begun) == "finishing step 1, then a checkpoint"
     metrics = {
         "tokens_trained": 8.0,
         "tokens_read": 8.0,
@@ -433,6 +453,7 @@ def test_a_resume_may_bring_a_whole_batch_which_is_trained_before_any_generator_
     assert run.controller.executors.missing == ["generator-0", "generator-0@1", "generator-1"]
     assert run.controller.ledger.counts()["trained"] == 2
     assert run.controller.tally.steps_done == 1
+    assert run.controller.has_begun, "a signal throws nothing away"
 
 
 def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run) -> None:
@@ -457,3 +478,38 @@ def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run)
     run.until(lambda: run.schedule.steps_done == 2, "its end")
     assert run.controller.cut_at is not None
     assert run.controller.cut_at[0] == 1, "one is enough"
+
+
+def test_the_last_checkpoint_is_waited_for_also_where_an_earlier_one_is_of_the_same_step(run: Run, monkeypatch) -> None:
+    trainer, controller = run.start()["trainer"], run.controller
+    controller._checkpoint()
+    controller._decide(finished(0, replica=0))  # so the last cut is another one
+    controller.interrupts.number = signal.SIGINT
+    was_enough: list[bool] = []
+
+    def answering(is_done, what: str) -> None:
+        if what == "checkpoint and export":
+            saved = CheckpointSaved(step=0, path="step_0")
+            trainer.say(saved, Exported(path=str(controller.run_dir / "model")))
+            Controller._run_until(controller, lambda: controller.is_exported, "the first, and the export")
+            was_enough.append(is_done())
+            trainer.say(saved)
+        Controller._run_until(controller, is_done, what)
+
+    monkeypatch.setattr(controller, "_run_until", answering)
+    controller._finish()
+    assert was_enough == [False]
+
+
+def test_the_first_signal_ends_the_wait_for_groups(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = run.controller.interrupts
+    run.opened.pop_all()  # the run shuts itself down
+
+    def waiting(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the signal was only noted")
+
+    monkeypatch.setattr(run.controller.executors, "launch", waiting)
+    with pytest.raises(Interrupted), interrupts, interrupts.deferred(60.0):
+        run.controller.run()
+    assert interrupts.is_at_once

@@ -117,6 +117,11 @@ def made(tmp_path: Path) -> Iterator[Any]:
         one.close()
 
 
+@pytest.mark.parametrize(("where", "is_remote"), [("torchrun", True), ("process", False), ("inline", False)])
+def test_an_executor_is_told_whether_its_process_has_joined(made: Any, where: HostKind, is_remote: bool) -> None:
+    assert made(Counting(), where=where).host.context.is_remote is is_remote
+
+
 def test_replicas_that_come_and_go_get_versions_or_not(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, readers, ports = made(Counting()), Readers(), []
     one.host.context.publisher = readers

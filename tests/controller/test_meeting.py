@@ -166,6 +166,8 @@ def test_a_file_without_an_address_is_refused(tmp_path: Path, content: str) -> N
     file.write_text(content)
     with pytest.raises(ConfigError, match="not the address"):
         read_address(str(file), timeout_s=0.1)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_address(str(tmp_path), timeout_s=0.1)
 
 
 def test_an_address_in_use_or_of_another_machine_is_bad_input() -> None:

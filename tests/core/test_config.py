@@ -127,7 +127,8 @@ def test_the_widest_reorder_window_is_accepted() -> None:
 def test_a_scheduling_policy_promises_what_it_keeps(overrides: dict[str, Any], bound: int | None) -> None:
     config = resolve(BASE, overrides)
     assert config.staleness_bound == bound
-    assert schedule_for(config).staleness_bound == bound
+    schedule = schedule_for(config)
+    assert (schedule.staleness_bound, schedule.bounds_admissions) == (bound, config.bounds_admissions)
 
 
 def test_sizes_of_a_fresh_model_do_not_matter_with_a_checkpoint() -> None:

@@ -329,6 +329,10 @@ def test_files_of_a_saved_config_are_found_from_any_folder(tmp_path: Path, monke
 COMMIT = "0" * 40
 
 
+def named(*paths: str) -> list[dict[str, str]]:
+    return [{"path": path, "name": str(index)} for index, path in enumerate(paths)]
+
+
 @pytest.mark.parametrize(
     ("edited", "found"),
     [
@@ -340,14 +344,23 @@ COMMIT = "0" * 40
         ({"model.path": "org/other", "steps": 9}, ["model.path"]),
         ({"seed": 1, "trainer.optimizer.lr": 0.5}, ["seed", "trainer.optimizer.lr"]),
         ({"generator.num_slots": None}, {}),
+        ({"prompts.max_prompt_tokens": None}, ["prompts.max_prompt_tokens"]),
+        ({"rewards.models": named("org/a@v2", "org/b")}, {}),
+        ({"rewards.models": named(f"org/a@{COMMIT}", "org/b")}, {}),
+        ({"rewards.models": named("org/a", "org/b", "org/b")}, ["rewards.models"]),
+        ({"rewards.models": named("org/b", "org/a")}, ["rewards.models"]),
+        ({"prompts.template": "Write to@all {prompt}"}, ["prompts.template"]),
     ],
 )
 def test_a_recipe_beside_a_run_changes_what_a_resume_may_change(
     tmp_path: Path, edited: dict[str, Any], found: dict[str, Any] | list[str]
 ) -> None:
     """Job files say both. The run has written commits into its own, and sizes that its recipe leaves open."""
-    recipe = BASE | {"model": {"path": "org/policy"}, "eval": {"stop_at": 0.5, "every": 1}}
-    chosen = {"model.path": f"org/policy@{COMMIT}", "generator.num_slots": 8}
+    tasks = BASE["prompts"] | {"max_prompt_tokens": 32, "template": "Write to {prompt}"}
+    recipe = BASE | {"model": {"path": "org/policy"}, "eval": {"stop_at": 0.5, "every": 1}, "prompts": tasks}
+    recipe["rewards"] = {"models": named("org/a", "org/b")}
+    pinned = named(f"org/a@{COMMIT}", f"org/b@{'2' * 40}")
+    chosen = {"model.path": f"org/policy@{COMMIT}", "generator.num_slots": 8, "rewards.models": pinned}
     save_config(resolve(recipe, chosen), tmp_path / "config.toml")
     edited = {"generator.num_slots": 8, **edited}
     if isinstance(found, dict):
@@ -378,6 +391,8 @@ def test_the_controllers_command_takes_a_recipe_with_resume(tmp_path: Path, caps
     assert cli._run_config(options).steps == 9
     assert cli.main(["run", *argv[:3]]) == 2
     assert "a resumed run keeps its configuration" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="there is no folder 'rnus/a'"):
+        recipes.changed_since(Path("rnus/a"), resolve(BASE))
 
 
 def test_fields_that_are_gone_say_nothing_with_their_defaults() -> None:

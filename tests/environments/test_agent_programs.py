@@ -203,6 +203,21 @@ def test_answers_of_a_program_for_all_are_its_own_word(make: MakePool, tmp_path:
     assert pool.num_restarts == 0
 
 
+def test_a_program_in_a_home_folder_is_run_from_a_copy_and_sees_none_of_it(
+    make: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("files")
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    (home / "secret").write_text("secret")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    looks = LIAR.replace('told["row"].get("reward")', f"float(os.path.exists({str(home / 'secret')!r}))")
+    pool = make(("lines", script(home, looks)))
+    pool.open("looks", 0, {"do": "none"})
+    assert rewards(ends(pool, 1)) == {"looks": 0.0}
+
+
 @pytest.mark.parametrize(("do", "reason"), [("exit", "(exit code 1): no more"), ("long", "a line that is too long")])
 def test_a_program_for_all_that_ends_costs_those_it_plays_and_is_started_again(
     make: MakePool, tmp_path: Path, do: str, reason: str

@@ -84,18 +84,23 @@ async def rest() -> str:
     return "rested"
 
 
+def stop() -> str:
+    """Raise what no coroutine can raise."""
+    return next(iter(()))
+
+
 class Meeting:
     """A TRL environment whose methods are not async."""
 
     def __init__(self) -> None:
-        self.thread: int | None = None
+        self.thread = threading.get_ident()
 
     def reset(self, **columns: Any) -> str:
-        self.thread = threading.get_ident()
+        assert self.thread == threading.get_ident()
         return meet()
 
     def look(self) -> bool:
-        """Wait for the other episode; tell whether this is the thread of the reset."""
+        """Wait for the other episode; tell whether this is the thread that made the object."""
         meet()
         return self.thread == threading.get_ident()
 
@@ -119,11 +124,12 @@ class Built:
     [
         (partial(FunctionTools, [meet, rest]), ["meet"], ["met"], None),
         (partial(FunctionTools, [meet, rest]), ["rest", "meet", "rest"], ["rested", "met", "rested"], None),
+        (partial(FunctionTools, [meet, stop]), ["stop", "meet"], ["Error: StopIteration", "met"], None),
         (partial(FactoryEnvironment, Meeting), ["look"], ["True"], 1.0),
         (partial(FactoryEnvironment, {"a": Meeting}, tools=[rest]), ["rest", "look"], ["rested", "True"], 1.0),
         (Built, ["rest", "meet"], ["rested", "met"], None),
     ],
-    ids=["tools", "plain and async tools", "TRL", "TRL by name", "tools within"],
+    ids=["tools", "plain and async tools", "a tool that stops", "TRL", "TRL by name", "tools within"],
 )
 def test_plain_functions_of_two_episodes_run_side_by_side(
     make: Callable[[], Any], calls: list[str], answers: list[str], reward: float | None

@@ -186,6 +186,7 @@ def test_tools_are_not_shown_where_none_may_be_called() -> None:
         ({"seed": 2**63}, "'seed'"),
         ({"stop": ["x"] * 17}, "at most 16"),
         ({"stop": ""}, "none of them empty"),
+        ({"stop": ["x", "y" * 4097]}, "at most 4,096 characters"),
         ({"tools": [{"type": "function"}]}, "a tool is"),
         ({"tools": [{"type": "web_search"}]}, "a tool is"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "a JSON schema"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,20 @@ def test_what_is_told_is_a_beginning_of_the_answer(text: str, stops: list[str], 
 )
 def test_a_text_that_may_become_a_stop_text_waits(text: str, stops: tuple[str, ...], told: str) -> None:
     assert CHAT_TEXT.lasting(asked(stops, is_chat=True), np.asarray(TOKENIZER.encode(text), dtype=np.int32)) == told
+
+
+def test_a_stop_text_longer_than_the_text_costs_what_the_text_has() -> None:
+    class Counted(str):
+        num_cuts = 0
+
+        def __getitem__(self, key: Any) -> str:
+            self.num_cuts += 1
+            return super().__getitem__(key)
+
+    stop = Counted("abc" * 1000)
+    of = SimpleNamespace(ask=SimpleNamespace(wishes=SimpleNamespace(stop=(stop,)), tools=[]), is_chat=True)
+    assert CHAT_TEXT.lasting(of, np.asarray(TOKENIZER.encode("x abca"), dtype=np.int32)) == "x "  # type: ignore[arg-type]
+    assert stop.num_cuts <= len("x abca")
 
 
 def test_a_part_of_a_character_waits() -> None:

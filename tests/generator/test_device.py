@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from slipstream.controller.pipeline import Node
 from slipstream.controller.placement import Threads, place
+from slipstream.controller.weights import gpu_of
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
@@ -36,26 +39,54 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_replicas_are_dealt_out_to_the_gpus_or_put_on_one() -> None:
-    spread = config_of(device="cuda", replicas=5).generator
+    spread = config_of(device="cuda", replicas=5)
     assert [str(replica_device(spread, replica, 2)) for replica in range(5)] == [f"cuda:{n}" for n in (0, 1, 0, 1, 0)]
-    assert most_on_one(spread, 2) == 3
-    together = config_of(device="cuda:1", replicas=5).generator
+    assert most_on_one(spread.generator, 2) == 3
+    together = config_of(device="cuda:1", replicas=5)
     assert {str(replica_device(together, replica, 2)) for replica in range(5)} == {"cuda:1"}
-    assert most_on_one(together, 2) == 5
-    assert replica_device(config_of().generator, 3, 0) == torch.device("cpu")
+    assert most_on_one(together.generator, 2) == 5
+    assert replica_device(config_of(), 3, 0) == torch.device("cpu")
 
 
 def test_ranks_get_a_gpu_each(gpus: Any) -> None:
     """Neighbours of one replica, as far as the GPUs go."""
-    generator = config_of(device="cuda", replicas=2, tensor_parallel=2).generator
-    dealt = [str(replica_device(generator, replica, 3, rank)) for replica in (0, 1) for rank in (0, 1)]
+    config = config_of(device="cuda", replicas=2, tensor_parallel=2)
+    dealt = [str(replica_device(config, replica, 3, rank)) for replica in (0, 1) for rank in (0, 1)]
     assert dealt == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
-    assert most_on_one(generator, 3) == 2
+    assert most_on_one(config.generator, 3) == 2
     gpus(3)
     check_device(config_of(device="cuda", replicas=2, tensor_parallel=2))
     for refused in ({"device": "cuda", "tensor_parallel": 4}, {"device": "cuda:1", "tensor_parallel": 2}):
         with pytest.raises(ConfigError, match="need a GPU each"):
             check_device(config_of(**refused))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "expected"),
+    [
+        ({}, 8, [2, 3, 4, 5]),  # behind two ranks of the trainer
+        ({}, 6, [2, 3, 4, 5]),
+        ({}, 5, [0, 1, 2, 3]),  # not enough: with the trainer
+        ({"trainer": {"ranks": 2}}, 8, [0, 1, 2, 3]),  # on the CPU
+        ({"host": "inline", "trainer": {"device": "cuda"}}, 8, [0, 1, 2, 3]),
+        ({"kl": {"coef": 0.1, "executor": "own", "ranks": 2, "device": "cuda"}}, 8, [2, 3, 4, 5]),
+        ({"kl": {"coef": 0.1, "executor": "own", "ranks": 2, "device": "cuda"}}, 7, [0, 1, 2, 3]),  # it has the last
+        ({"kl": {"coef": 0.1, "executor": "own", "ranks": 2}}, 6, [2, 3, 4, 5]),
+        ({"generator": {"device": "cuda:1", "replicas": 4}}, 8, [1, 1, 1, 1]),
+    ],
+)
+def test_replicas_have_the_gpus_behind_the_trainers(
+    gpus: Any, changes: dict[str, Any], num_gpus: int, expected: list[int]
+) -> None:
+    gpus(num_gpus)
+    of_four = {"trainer": {"ranks": 2, "device": "cuda"}, "generator": {"device": "cuda", "replicas": 4}}
+    config = resolve("quickstart", of_four | changes)
+    assert [replica_device(config, replica, num_gpus).index for replica in range(4)] == expected
+    nodes = [Node(f"generator-{replica}", dict, kwargs={"config": config}) for replica in range(4)]
+    assert [gpu_of(node, 0, 0).index for node in nodes] == expected
+    if config.generator.device == "cuda":
+        joined = [gpu_of(replace(node, host="torchrun"), 0, 0).index for node in nodes]
+        assert joined == [0, 1, 2, 3], "on a machine that has no trainer, as far as the run knows"
 
 
 def test_only_the_ranks_of_this_machine_need_gpus_here(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:

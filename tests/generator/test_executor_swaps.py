@@ -17,10 +17,10 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
 from slipstream.core.saved import prompt_crc32
-from slipstream.core.service_messages import Admit, CompletionsFinished, Evaluate, Waiting
+from slipstream.core.service_messages import Admit, CompletionsFinished, Counters, Evaluate, Waiting
 from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Completion, EpisodeRecord, Prompt, Segment, Swapped, VersionSpan
-from slipstream.core.unfinished_messages import Partial
+from slipstream.core.unfinished_messages import HandedOver, Partial
 from slipstream.core.weights import Swap
 from slipstream.generator.backend import Pin
 from slipstream.generator.executor import Generator
@@ -238,6 +238,29 @@ def begun(sample: int, num_tokens: int, version: int = 0) -> Partial:
         version_spans=(VersionSpan(start=0, version=version),),
     )
     return Partial(ordinal=0, sample=sample, prompt_crc32=prompt_crc32(prompt(3).tokens), segment=segment)
+
+
+def test_tokens_of_unfinished_completions_are_counted_where_they_were_sampled(at: Path) -> None:
+    """One replica samples 6 tokens of sample 0 and 8 of sample 1, then leaves; another one the last 2 of sample 1."""
+    settings: dict[str, Any] = {"weight_update": "in_flight", "max_staleness": 2}
+    leaving, other = Node(at, **settings), Node(at, **settings)
+    leaving.generator.replica = 3
+    leaving.admit(0, 2)
+    leaving.steps(8)
+    leaving.generator.leave()
+    [handed_over] = [one for one in leaving.events.messages if isinstance(one, HandedOver)]
+    assert [one.handed_over_by for one in handed_over.partials if isinstance(one, Partial)] == [-1, 3]
+    *_, counters = [one for one in leaving.events.messages if isinstance(one, Counters)]
+    assert counters.values["generated_tokens"] == 6 + 8
+    partials = handed_over.partials
+    other.commands.put(Admit(ordinal=0, replica=0, prompt=prompt(3), num_samples=2, is_again=True, partials=partials))
+    other.steps(1)
+    assert other.generator.outgoing.generated_tokens == 0
+    other.steps(4)
+    assert other.generator.outgoing.generated_tokens == 2
+    told = [m for m in other.events.messages if isinstance(m, CompletionsFinished)]
+    found = [(one.num_tokens, one.num_restored, one.handed_over_by) for message in told for one in message.finished]
+    assert found == [(6, 6, -1), (10, 8, 3)]
 
 
 @pytest.mark.parametrize("is_draining", [False, True], ids=["before the version", "while it drains"])

@@ -71,8 +71,8 @@ def test_another_engine_goes_on_from_a_file_and_comes_to_the_same_tokens(tmp_pat
     for key, item in finished.items():
         assert item.tokens.tolist() == whole[key]
         assert item.started_s == 9.0, "its time limit begins anew"
-        assert back.take(*key) == len(partials[key].segment.tokens)
-        assert back.take(*key) == 0
+        assert back.take(*key) == (len(partials[key].segment.tokens), -1)
+        assert back.take(*key) == (0, -1)
 
 
 REQUEST = Request(ordinal=3, sample=1, prompt_tokens=random_prompt(6), max_new_tokens=8)

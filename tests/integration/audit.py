@@ -40,7 +40,8 @@ def audit(run_dir: Path) -> dict[str, Any]:
         event = line["event"]
         if event["type"] == "CompletionFinished":
             tokens.setdefault(event["ordinal"], {})[event["sample"]] = event["num_tokens"]
-            again += (admitted[event["ordinal"]] > 1) * (event["num_tokens"] - event["num_restored"])
+            is_again = admitted[event["ordinal"]] > 1 and event.get("handed_over_by", -1) < 0
+            again += is_again * (event["num_tokens"] - event["num_restored"])
         if event["type"] == "Swapped":
             held[event["replica"]] = event["version"]
         if event["type"] == "StepDone":

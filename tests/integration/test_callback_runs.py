@@ -40,6 +40,7 @@ def test_a_callback_ends_the_run_as_a_whole_one(small, tmp_path):
     assert [one[1] for one in heard if one[0] == "eval"] == [0, 0, steps, steps]
     assert all(one[2] for one in heard if one[0] == "checkpoint")
     assert len(result.summary["callback_s"]) == 3
+    assert result.summary["resume_call"] == f"slipstream.run(resume={str(result.out)!r}, ...) with the same callbacks"
     assert audit(result.out)["fates"]
     assert slipstream.replay(result.out).is_sound
     with pytest.raises(ConfigError, match=r"already complete[\s\S]*callback"):

@@ -17,7 +17,9 @@ import slipstream
 from slipstream.controller import held_out
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import Measured
+from slipstream.core.recipes import resolve
 from slipstream.core.run_log import read_metrics
+from slipstream.stages import run_folder
 
 __all__ = ["small"]
 
@@ -57,6 +59,8 @@ def test_a_run_that_held_out_results_end_is_a_whole_run(small, tmp_path, rewards
     assert (result.status, summary["stopped_because"]) == ("done", "stop_at")
     assert 2 <= steps < 9, "it was version 2 that reached it"
     assert summary["eval"]["after"]["sampled_reward"] is not None, "the last version is evaluated as ever"
+    lines = [line["version"] for line in read_metrics(result.out / "metrics.jsonl") if "eval_reward" in line]
+    assert lines == list(range(steps + 1)), "and once"
     assert audit(result.out)["fates"], "nothing is lost, and the log replays"
     assert slipstream.replay(result.out).is_sound
     assert [event["because"] for event in events(result.out, "Stop")] == ["stop_at"]
@@ -65,6 +69,16 @@ def test_a_run_that_held_out_results_end_is_a_whole_run(small, tmp_path, rewards
     for more in ({}, {"steps": 12}, {"eval.patience": 9}):
         with pytest.raises(ConfigError, match=r"already complete[\s\S]*eval.stop_at"):
             slipstream.run(resume=result.out, overrides=more, display=False)
+
+
+def test_two_results_of_one_version_count_once(tmp_path):
+    """Earlier releases could evaluate the last version twice."""
+    config = resolve("quickstart", {"eval": {"patience": 2, "metric": "reward"}})
+    lines = [{"version": version, "eval_reward": value} for version, value in ((0, 0.5), (1, 0.4), (1, 0.4), (2, 0.3))]
+    path = tmp_path / "metrics.jsonl"
+    for count, ends in ((3, False), (4, True)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines[:count]))
+        assert run_folder._stops_early(config, tmp_path) == ends
 
 
 @pytest.mark.slow

@@ -376,8 +376,10 @@ def test_a_version_costs_no_packing_of_the_base(adapted):
     tokenizer = build_tokenizer(config.model)
     built = [build_sharded_policy(config.model, Division(), seed=0, tokenizer=tokenizer) for _ in range(2)]
     trained, served = built
+    sizes = [one.numel() for one in trained.parameters()]
     parameters, weights = FlatParameters(trained), ServedWeights(served, "float32")
     assert weights.num_bytes == parameters.flat.nbytes
+    assert 0 <= weights.base_bytes - (4 * sum(sizes) - weights.num_bytes) < 64 * len(sizes), "but for padding"
     base = served.layers[0].qkv.product.keywords["base"]
     plain = served.layers[0].output.product
     with torch.no_grad():

@@ -6,9 +6,11 @@ import json
 import os
 import select
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from test_endings import await_steps, executors_of, start
 
 import slipstream
 from slipstream.controller.controller import Controller
-from slipstream.core.errors import ConfigError, DiskError, ExecutorDied, ExecutorLost, SlipstreamError
+from slipstream.controller.ledger import Cut as SavedCut
+from slipstream.core.errors import CheckpointError, ConfigError, DiskError, ExecutorDied, ExecutorLost, SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Snapshot, read_metrics
+from slipstream.core.service_messages import CheckpointSaved
 from slipstream.core.types import StepDone
 from slipstream.generator.engine import Engine
 from slipstream.generator.requests import Finished
@@ -208,7 +212,7 @@ def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_
         if now < before and now == 2 - cut_at:
             self.cut_at = None
             checkpoint(self)
-            self._run_until(lambda: self.checkpointed == STEPS, "the checkpoint")
+            self._run_until(lambda: not self.num_unsaved, "the checkpoint")
             raise Cut
 
     with monkeypatch.context() as patch:
@@ -333,6 +337,22 @@ def test_a_run_that_has_done_as_many_steps_is_not_told_that_it_has_gone_further(
             extension(before, before.model_copy(update={"steps": steps}), Snapshot(14, 5, [], 0, 0, []))
 
 
+@pytest.mark.parametrize(("policy", "num_kept"), [("oldest_first", 0), ("drop_stale", 1)])
+def test_what_is_too_old_for_its_place_is_sampled_again_where_places_keep_the_bound(policy, num_kept, tmp_path):
+    tables = {"groups_per_step": 2, "max_staleness": 1, "schedule": {"policy": policy}}
+    cut = SavedCut(Snapshot(101, 5, [], 0, 0, [100]), 0)
+    resumed = Resumed(None, cut, tmp_path, partials={100: (SimpleNamespace(versions=[0]),)})
+    assert len(rl._admissible(resolve("quickstart", tables), resumed)[100]) == num_kept
+
+
+@pytest.mark.parametrize("policy", ["drop_stale", "areal"])
+def test_a_policy_that_admits_beyond_the_end_leaves_what_it_does_not_train(policy):
+    """A run of 5 steps that is done, and has begun groups of two more."""
+    before = resolve("quickstart", {"steps": 5, "groups_per_step": 2, "schedule": {"policy": policy}})
+    after = before.model_copy(update={"steps": 6})
+    assert extension(before, after, Snapshot(14, 5, [], 0, 0, []))[0] == "steps: 6, which were 5"
+
+
 def test_ahead_of_the_trainer_an_extended_run_loses_nothing_and_says_what_its_schedules_do(small, tmp_path, capsys):
     tables = small | AHEAD | {"trainer": {"checkpoint_every": 2, "optimizer": {"lr": 1e-3, "schedule": "linear"}}}
     run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out
@@ -406,7 +426,9 @@ class Attempts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: BaseException | str) -> None:
         self.ends, self.resumed, self.pauses = list(ends), [], []
         monkeypatch.setattr(rl, "_attempt", self.attempt)
-        monkeypatch.setattr(rl, "prepare_resume", lambda run_dir: Resumed(run_dir / "step_2", None, run_dir, ["note"]))
+        monkeypatch.setattr(
+            rl, "prepare_resume", lambda run_dir, _: Resumed(run_dir / "step_2", None, run_dir, ["note"])
+        )
         monkeypatch.setattr(rl, "sleep", self.pauses.append)
 
     def attempt(self, *given: Any) -> dict[str, Any]:
@@ -433,6 +455,42 @@ def test_each_lost_executor_has_a_budget_of_its_own_and_pauses_that_double(tmp_p
     with pytest.raises(ExecutorLost, match="'trainer' ended"):
         rl.run_rl(config, tmp_path, FromPython(display=False))
     assert attempts.pauses == [0.5, 1.0]
+
+
+def test_callbacks_of_a_lost_attempt_are_called_in_the_next_one_and_their_answer_holds(tmp_path, monkeypatch):
+    heard: list[int] = []
+    monkeypatch.setattr(rl, "prepare_resume", lambda run_dir, _: Resumed(None, None, run_dir))
+    monkeypatch.setattr(rl, "sleep", lambda _: None)
+    monkeypatch.setattr(rl, "_attempt", lambda *given: attempt(given[-1]))
+    saved = (CheckpointSaved(step=step, path="p") for step in (2, 4))
+
+    def attempt(callbacks: Any) -> dict[str, Any]:
+        callbacks.take(next(saved))
+        if not is_second.is_set():
+            is_second.set()
+            raise lost("trainer")
+        callbacks.finish()
+        return {"status": "done", "stops": callbacks.wants_stop}
+
+    def hear(record: Any) -> str | None:
+        assert is_second.wait(60)
+        heard.append(record.step)
+        return "stop" if record.step == 2 else None
+
+    is_second = threading.Event()
+    given = FromPython(display=False, hooks={"on_checkpoint": [hear]})
+    assert rl.run_rl(resolve("quickstart"), tmp_path, given) == {"status": "done", "stops": True}
+    assert heard == [2, 4]
+
+
+def test_a_restart_does_not_begin_anew_where_all_checkpoints_are_damaged(tmp_path, monkeypatch):
+    """As `--resume` does not."""
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)  # without its manifest
+    attempts = Attempts(monkeypatch, lost("trainer"), "done")
+    with pytest.raises(CheckpointError, match=r"without .*checkpoints the run begins anew"):
+        rl.run_rl(resolve("quickstart"), tmp_path, FromPython(display=False))
+    assert attempts.resumed == [None]
+    assert (tmp_path / "checkpoints" / "step_2").is_dir()
 
 
 @pytest.mark.parametrize("error", [ExecutorDied("'trainer' failed"), SlipstreamError("no signal"), DiskError("full")])

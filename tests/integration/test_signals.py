@@ -235,6 +235,27 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
     assert resumed.summary["eval"]["after"]["accuracy"] is not None
 
 
+def test_signals_after_the_run_is_saved_say_that_it_is(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first while the report is made is told of, the second leaves nothing to go on with."""
+    more = {"host": "inline", "steps": 1, "warm_start": {"steps": 0}, "eval": {"every": 0, "num_prompts": 4}}
+
+    def drawing(_: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(rl, "_draw", drawing)
+    with pytest.raises(KeyboardInterrupt):
+        slipstream.run("quickstart", overrides=tiny | more, out=tmp_path / "run")
+    said = capfd.readouterr()
+    assert "Ctrl-C: the run is saved, and its report is being made; once more to stop now" in said.err
+    assert "SIGINT: ended at once, all is saved" in said.out + said.err
+    assert "go on with" not in said.out + said.err
+    assert status(tmp_path / "run") == "done"
+    assert slipstream.report(tmp_path / "run").is_file(), "it can be made later"
+
+
 def test_what_goes_on_with_a_run_is_what_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = rl.FromPython(functions={"reward": lambda **_: []}, pipeline=lambda _: None)  # type: ignore[arg-type,return-value]
     assert given.resume_call(tmp_path) == f"slipstream.run(resume='{tmp_path}', ...) with the same reward and pipeline"

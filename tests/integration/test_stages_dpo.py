@@ -328,9 +328,14 @@ def test_a_reference_that_reads_fewer_tokens_than_the_policy_or_more(
         assert not (tmp_path / "none" / "dpo").exists(), "before the stage began"
 
 
-def test_a_reference_answer_that_the_gold_model_cannot_read_has_no_win_rate(policy: Path, tmp_path: Path) -> None:
-    judge = new_scalar_model(new_model(ModelConfig(**SMALL, max_positions=40), 101, 1), head_init="reward", seed=1)
-    save_scalar_model(judge, tmp_path / "judge", char_tokenizer())
+@pytest.mark.parametrize(("gold", "proxy", "num_compared"), [(40, 40, 3), (160, 40, 4)])
+def test_a_reference_answer_that_a_model_cannot_read_counts_nowhere(
+    policy: Path, tmp_path: Path, gold: int, proxy: int, num_compared: int
+) -> None:
+    for name, positions in (("gold", gold), ("judge", proxy)):
+        config = ModelConfig(**SMALL, max_positions=positions)
+        judge = new_scalar_model(new_model(config, 101, 1), head_init="reward", seed=1)
+        save_scalar_model(judge, tmp_path / name, char_tokenizer())
     rows = [PLAIN | {"prompt": f"q{index}"} for index in range(4)]
     questions = [{"prompt": f"{index}", "answer": "yes" + "!" * (50 * (index == 2))} for index in range(6)]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
@@ -346,12 +351,12 @@ def test_a_reference_answer_that_the_gold_model_cannot_read_has_no_win_rate(poli
         "generator": {"max_new_tokens": 8, "num_slots": 8},
         "eval": {"num_prompts": 4, "num_slots": 8},
         "evaluation": {"num_prompts": 4},
-        "gold": {"models": [{"path": str(tmp_path / "judge"), "name": "judge"}]},
+        "gold": {"models": [{"path": str(tmp_path / "gold"), "name": "gold"}]},
         "rewards": {"terms": [], "models": [{"path": str(tmp_path / "judge"), "name": "judge"}]},
     }
     found = slipstream.run(tables, out=tmp_path / "run", display=False).summary["evaluation"]
-    assert found["references"]["num_failed"] == 1
-    assert found["after"]["gold"]["win_rate"]["count"] == 3
+    assert [found[name]["num_failed"] for name in ("references", "before", "after")] == [1, 0, 0]
+    assert found["after"]["gold"]["win_rate"]["count"] == num_compared
     assert math.isfinite(found["references"]["reward_models"]["judge"])
 
 

@@ -66,7 +66,8 @@ for question in json.load(sys.stdin):
     try:
         config = resolve({"prompts": PROMPTS, **question["tables"]})
         pinned = hub.pinned(config, tell=told.append, is_resumed=question["is_resumed"])
-        found = {"pinned": pinned.model_dump(), "folders": hub.with_folders(pinned, tell=told.append).model_dump()}
+        folders = hub.with_folders(pinned, tell=told.append, is_first=question["is_first"])
+        found = {"pinned": pinned.model_dump(), "folders": folders.model_dump()}
         found["again"] = hub.pinned(resolve(pinned.model_dump()), is_resumed=True) == pinned
         found["saved"] = config_toml(pinned)
     except ConfigError as error:
@@ -79,7 +80,7 @@ json.dump(answers, sys.stdout)
 
 def ask(folder: Path, questions: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:
     """The answers of a process with this environment to questions by name: tables, and whether it is a resume."""
-    asked = [{"name": name, "is_resumed": False, **question} for name, question in questions.items()]
+    asked = [{"name": name, "is_resumed": False, "is_first": True, **question} for name, question in questions.items()]
     done = subprocess.run(
         [sys.executable, "-c", ASK],
         input=json.dumps(asked),
@@ -285,6 +286,8 @@ def test_a_cache_that_lacks_the_tokenizer_is_filled_where_there_is_a_hub(tmp_pat
             assert Path(ask(tmp_path, asked, **environment)["commit"]["folders"]["model"]["path"]) == snapshot
     assert {file.name for file in snapshot.iterdir()} == {"config.json", "model.safetensors"}
     with hub(REPOS) as served:
+        ask(tmp_path, {"commit": asked["commit"] | {"is_first": False}}, HF_ENDPOINT=served.url)
+        assert served.asked == [], "the first process did"
         ask(tmp_path, asked, HF_ENDPOINT=served.url)
         assert {file.name: file.read_bytes() for file in snapshot.iterdir()} == SMALL
         served.asked.clear()

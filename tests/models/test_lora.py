@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
+from slipstream.core.rank_group import RankGroup
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
 from slipstream.models.build import build_tokenizer
@@ -24,13 +25,15 @@ from slipstream.models.initialise import new_model
 from slipstream.models.lora import (
     adapter_tensors,
     base_of,
+    install,
     linear_layers,
     matrices,
     merged,
     shapes_of,
 )
-from slipstream.models.peft import ADAPTER_WEIGHTS, PREFIX, base_folder, save_adapter, with_adapters
+from slipstream.models.peft import ADAPTER_WEIGHTS, PREFIX, base_folder, read_adapter, save_adapter, with_adapters
 from slipstream.models.shards import base_digest, local_parts
+from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.tokenizer import CharTokenizer
 from slipstream.models.transformer import rope_tables
 from slipstream.stages.order import check_order
@@ -367,6 +370,58 @@ def saved(tmp_path, base="base", **fields):
     save_model(base_of(model), tmp_path / base)
     save_adapter(model, tmp_path / "adapter", base=tmp_path / base, digest=base_digest(model))
     return tmp_path / "adapter"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that stays off the host until it is asked to come, as one on CUDA does."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.numpy:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func is torch.equal and not all(isinstance(one, OnGpu) for one in args):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        comes = func is torch.Tensor.cpu or (func is torch.Tensor.to and type(args[1]) is torch.Tensor)
+        return found.as_subclass(torch.Tensor) if comes else found
+
+
+def put(model, device):
+    """`model` on a device, or in tensors that say so."""
+    if device == "cuda":
+        return model.cuda()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().as_subclass(OnGpu)))
+    return model
+
+
+@pytest.mark.parametrize("device", ["make believe", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_adapters_are_written_and_read_where_the_model_is_on_a_gpu(tmp_path, device):
+    """With what PEFT writes beside them: copies of the base's weights."""
+    fields = {"targets": ("q_proj", "lm_head"), "model": {"tie_embeddings": False}}
+    folder = saved(tmp_path, **fields)
+    there = put(adapted(**fields), device)
+    save_adapter(there, tmp_path / "there", base=tmp_path / "base", digest=base_digest(there))
+    assert (tmp_path / "there" / ADAPTER_WEIGHTS).read_bytes() == (folder / ADAPTER_WEIGHTS).read_bytes()
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    head = base_of(adapted(**fields)).head.weight.detach()
+    save_file(tensors | {f"{PREFIX}lm_head.base_layer.weight": head}, folder / ADAPTER_WEIGHTS)
+    read_adapter(there, folder)
+    save_file(tensors | {f"{PREFIX}lm_head.base_layer.weight": head + 1}, folder / ADAPTER_WEIGHTS)
+    with pytest.raises(ConfigError, match="brings weights of a base"):
+        read_adapter(there, folder)
+
+
+@pytest.mark.parametrize("device", ["make believe", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_digest_of_a_divided_base_is_taken_where_the_model_is_on_a_gpu(monkeypatch, device):
+    monkeypatch.setattr(RankGroup, "gather", lambda self, payload: [payload, payload])  # a peer with the same numbers
+    whole = adapted()
+    parts = [install(TensorParallel(whole.config, 0, 2).new_model(), shapes_of(whole)) for _ in range(2)]
+    for part in parts:
+        for parameter in part.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+    assert base_digest(put(parts[0], device)) == base_digest(parts[1])
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path):

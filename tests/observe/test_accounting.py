@@ -677,6 +677,30 @@ def test_after_a_resume_what_was_admitted_before_is_regenerated(tmp_path: Path):
     assert (told["regenerated"], told["left"]) == (7, 33)
 
 
+@pytest.mark.parametrize(("is_back", "left"), [(False, 30 - 10 - 4), (True, 9)])
+def test_a_completion_that_was_handed_over_is_neither_regenerated_nor_left(tmp_path: Path, is_back: bool, left: int):
+    configure(tmp_path)
+    decisions = Decisions(tmp_path)
+    decisions.add(0.0, began())
+    decisions.add(0.1, SWAPPED, start(0))
+    decisions.add(0.2, finished(0, 0, 10))
+    decisions.add(0.6, event("ReplicaLost", replica=0), start(0) | {"replica": 1})
+    for sample, restored, by in ((0, 10, -1), (1, 4, 0)):  # the first waited for its verdict, the other had 4 tokens
+        decisions.add(1.5, finished(0, sample, 10, restored) | {"replica": 1, "handed_over_by": by})
+    decisions.add(1.6, finished(0, 1, 10) | {"replica": 1}, {"type": "TrainStep", "step": 0, "ordinals": [0]})
+    decisions.add(2.0, done(0))
+    generator = Process(tmp_path, "generator-0")
+    generator.does("decode", 0.5, count=10, units=30)
+    generator.timeline.close()
+    if is_back:  # it has taken no part in what the one before began
+        generator = Process(tmp_path, "generator-0", at_s=START_S + 1.0)
+        generator.does("decode", 0.5, count=9, units=9)
+        generator.timeline.close()
+    Process(tmp_path, "trainer").timeline.close()
+    told = read_accounting(tmp_path).balance.wasted_tokens
+    assert (told["regenerated"], told["left"]) == (10, left), "the one that was sampled from its start"
+
+
 def test_a_metric_that_is_not_a_number_is_no_damage(tmp_path: Path):
     """JSON has null for it."""
     configure(tmp_path)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from synthetic_run import make_run_dir, make_summary
@@ -360,6 +361,9 @@ def test_commands_can_be_copied_whatever_the_folder_is_called(tmp_path: Path) ->
     run = read_run(folder)
     for told in (overview.go_on(run), overview.watch(run), overview.put_beside(run)):
         assert str(folder) in shlex.split(told.partition(": ")[2])
+    assert run.summary is not None
+    run = replace(run, summary=msgspec.structs.replace(run.summary, resume_call="jobs/a/submit.sh"))
+    assert overview.go_on(run) == "Go on from the last checkpoint: jobs/a/submit.sh", "its groups are elsewhere"
 
 
 NOTES = {
@@ -593,6 +597,10 @@ def test_the_last_lines_say_where_a_tracker_writes_and_what_adapters_train(capsy
     assert "adapters LoRA rank 4 on q_proj, v_proj   " in lines[0]
     assert "LoRA rank 4 on q_proj, v_proj, 1,500 trainable of 651,500 parameters" in lines
     assert lines[-1] == "tensorboard runs/q/tensorboard   look: tensorboard --logdir runs/q/tensorboard"
+    assert (
+        "on every linear layer but experts and the head"
+        in resolve("quickstart", {"model.lora.rank": 4}).model.lora.in_words
+    )
 
 
 def test_an_interrupted_run_has_no_column_of_answers_after_it(capsys: pytest.CaptureFixture[str]) -> None:

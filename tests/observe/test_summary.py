@@ -22,7 +22,8 @@ from slipstream.observe.summary import (
 FIELDS = {
     "": "recipe seed status steps wall_s policy_version model_params eval throughput staleness accounting prompts "
     "weight_sync padding_frac versions earlier_s adapter_params evaluation alarms data restarts model_share "
-    "model_cpu_share balance error stopped_because best callback_s episodes stages judges rows",
+    "model_cpu_share balance error stopped_because best callback_s episodes stages judges rows "
+    "resume_call",
     "eval": "before after primary sets",
     "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
     "sampled_reward_parts reward_error sampled_reward_error",

@@ -124,8 +124,21 @@ def test_the_file_stays_bounded_and_keeps_whole_groups_of_the_whole_run(tmp_path
     assert len(groups) > max_bytes // (4 * path.stat().st_size // len(groups)), "no more is dropped than is needed"
     assert groups[0] == 0
     assert groups[-1] > num_groups * 0.9
-    if not restarts:
-        assert len({b - a for a, b in itertools.pairwise(groups)}) == 1, "evenly"
+    assert len({b - a for a, b in itertools.pairwise(groups)}) == 1, "evenly"
+
+
+def test_after_a_resume_as_few_groups_are_written_as_before(tmp_path: Path) -> None:
+    path, seen = tmp_path / "t", set()
+    recorder = TokenRecorder(path, every=3, max_bytes=20_000)
+    for ordinal in range(0, 1500, 3):
+        recorder.record(lines_of(ordinal))
+        if ordinal % 150 == 0:
+            seen.add(before := recorder.every)
+            recorder.close()
+            recorder = TokenRecorder(path, every=3, max_bytes=20_000)
+            assert recorder.every == before
+    recorder.close()
+    assert {3, 6, 12} <= seen
 
 
 def test_a_group_that_is_larger_than_the_file_may_be_does_not_hang(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import replica_jobs as jobs
@@ -26,9 +27,11 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Context
 from slipstream.core.fields import Precision
+from slipstream.core.saved import prompt_crc32
 from slipstream.core.sections import ModelConfig
 from slipstream.core.service_messages import CompletionsFinished, Counters, Evaluate, Ready
-from slipstream.core.types import Completion, Message, Swapped
+from slipstream.core.types import Completion, Message, Segment, Swapped, VersionSpan
+from slipstream.core.unfinished_messages import Partial
 from slipstream.generator.lockstep import COMMANDS_AT_ONCE, LockStep
 from slipstream.models.build import check_division
 from slipstream.models.config import TransformerConfig
@@ -93,7 +96,8 @@ def assert_one_replica(by_rank: list[jobs.Outcome], case: jobs.Case) -> None:
         assert other.committed == first.committed
         assert other.probe_errors == first.probe_errors
         assert not other.completions
-        assert kinds(other.events) <= {Ready, Counters}
+        assert kinds(other.events) == {Ready}
+    assert Counters in kinds(first.events)
     swapped = [event.version for event in first.events if isinstance(event, Swapped)]
     assert swapped == [version for version, _ in first.committed]
 
@@ -187,6 +191,28 @@ def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int, num_exa
         assert_equal_to_one(by_rank[0], alone, atol=1e-4)
 
     holds()
+
+
+def test_the_time_limit_of_a_resumed_completion_is_the_same_on_all_ranks(ranks: RankPool, policy: str) -> None:
+    admitted = jobs.admit(0, 6)
+    segment = Segment(
+        tokens=np.arange(2, 6, dtype=np.int32),
+        behaviour_logprobs=np.full(4, -1.0, np.float32),
+        version_spans=(VersionSpan(0, 0),),
+    )
+    crc32 = prompt_crc32(admitted.prompt.tokens)
+    partials = tuple(Partial(ordinal=0, sample=sample, prompt_crc32=crc32, segment=segment) for sample in range(1, 6))
+    case = jobs.Case(
+        IN_FLIGHT | {"generator": {"time_limit_s": 4.0}},
+        commands=((3, msgspec.structs.replace(admitted, partials=partials)),),
+        seconds_per_step=0.5,
+    )
+    by_rank, alone = run(ranks, case, policy, world=2)
+    assert_one_replica(by_rank, case)
+    assert_equal_to_one(by_rank[0], alone, atol=1e-4)
+    resumed = [said(by_rank[0].completions["train", 0, sample]) for sample in range(1, 6)]
+    assert all(tokens[:4] == [2, 3, 4, 5] for tokens, *_ in resumed)
+    assert "deadline" in [finish_reason for _, _, finish_reason, *_ in resumed]
 
 
 @pytest.mark.parametrize("precision", with_slow(["int8"], ["bfloat16"]))

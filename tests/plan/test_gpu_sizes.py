@@ -10,6 +10,7 @@ import torch
 
 from slipstream.core.config import RunConfig
 from slipstream.core.recipes import resolve
+from slipstream.plan import gpu_sizes
 from slipstream.plan.gpu_sizes import ROWS, device_called, prefill_tokens_on, rows_on, with_sizes
 from slipstream.plan.hardware import DEVICES
 
@@ -25,9 +26,9 @@ def config_of(model: dict[str, Any] | None = None, **generator: Any) -> RunConfi
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def pretend(name: str, gigabytes: float = 80.0) -> None:
+    def pretend(name: str, gigabytes: float = 80.0, num_gpus: int = 1) -> None:
         found = SimpleNamespace(name=name, total_memory=int(gigabytes * 1e9))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
 
     return pretend
@@ -86,3 +87,14 @@ def test_what_is_given_stays_and_so_does_a_cpu_and_a_gpu_without_rates(gpu: Any)
     for same in (config_of(), config_of(device="cpu", precision="float32")):
         assert with_sizes(same) == (same, None)
         assert (same.generator.rows, same.generator.prefilled) == (64, 512)
+
+
+def test_the_trainer_takes_no_half_of_a_gpu_that_it_is_not_on(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    free: list[float] = []
+    monkeypatch.setattr(gpu_sizes, "rows_on", lambda device, config, usable: free.append(usable) or 64)
+    alone = config_of()
+    beside = alone.model_copy(update={"trainer": alone.trainer.model_copy(update={"device": "cuda"})})
+    for config, num_gpus in ((alone, 1), (beside, 2), (beside, 1)):
+        gpu("NVIDIA H100 80GB HBM3", 80.0, num_gpus)
+        with_sizes(config)
+    assert free == pytest.approx([0.85 * 80e9, 0.85 * 80e9, 0.85 * 40e9])

@@ -18,6 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.recipes import resolve
 from slipstream.core.spans import NoSpans
+from slipstream.generator import backends
 from slipstream.generator.device import kv_bytes_beside
 from slipstream.generator.native import NativeBackend
 from slipstream.models.build import build_tokenizer
@@ -70,7 +71,7 @@ def test_shares_are_chosen_where_both_sides_share_a_gpu_and_said_in_one_line(gpu
 
 def test_without_a_shared_gpu_all_is_as_it_was(gpus: Any) -> None:
     gpus(2, 24)
-    for apart in (config_of(generator={"device": "cuda:1"}), resolve("quickstart", {})):
+    for apart in (config_of(), config_of(generator={"device": "cuda:1"}), resolve("quickstart", {})):
         assert with_shares(apart) == (apart, None)
     replicas = config_of(generator={"device": "cuda:1", "replicas": 2})
     assert with_shares(replicas) == (replicas, None)
@@ -275,13 +276,29 @@ def test_pages_are_bounded_by_the_share(gpus: Any) -> None:
     """Of all the GPU's memory, not of a part that is divided by replicas already."""
     gpus(1, 24)
     backend = NativeBackend.__new__(NativeBackend)
-    backend._device, backend.weights = torch.device("cuda", 0), SimpleNamespace(num_bytes=10**9)
-    backend._group = SimpleNamespace(max=lambda one: one)
+    backend._device, backend.weights = torch.device("cuda", 0), SimpleNamespace(num_bytes=10**9, base_bytes=0)
+    backend._group, backend._is_remote = SimpleNamespace(max=lambda one: one), False
     for share, expected in ((0.5, 12e9), (None, 24e9)):
         backend._config = config_of(generator={"gpu_share": share})
         assert backend._kv_bytes() == kv_bytes_beside(10**9, int(expected))
     backend._config = config_of(generator={"gpu_share": 0.25, "replicas": 2})
     assert backend._kv_bytes() == kv_bytes_beside(10**9, int(6e9))
+    for is_remote, expected in ((False, 12e9), (True, 24e9)):  # the run's two replicas; another machine's GPU has one
+        backend._config, backend._is_remote = config_of(generator={"replicas": 2}), is_remote
+        assert backend._kv_bytes() == kv_bytes_beside(10**9, int(expected))
+    backend.weights.base_bytes = 4 * 10**9
+    assert backend._kv_bytes() == pytest.approx((0.85 * 24e9 - 4e9 - 3e9) / 2), "beside the base of adapters"
+
+
+def test_a_replica_that_joins_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(backends, "NativeBackend", lambda config, *, is_remote, **rest: told.append(is_remote))
+    for is_remote in (True, False):
+        context = SimpleNamespace(group=RankGroup.alone(), is_remote=is_remote)
+        here = SimpleNamespace(config=config_of(), context=context, replica=0, tokenizer=None, stop_token_ids=())
+        here.spans = here.clock = None
+        backends.BACKENDS["native"](here)  # type: ignore[arg-type]
+    assert told == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -306,22 +323,61 @@ def test_a_trainer_of_adapters_is_planned_by_their_rank() -> None:
     assert few["weights"] >= whole["weights"]
 
 
+@pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("rows", [8, 4096])
-def test_planned_bytes_of_a_generator_are_those_that_its_pages_take(rows: int) -> None:
+def test_planned_bytes_of_a_generator_are_those_that_its_pages_take(rows: int, rank: int | None) -> None:
     config = config_of(generator={"num_slots": rows})
     shape = check_policy(config)
     planned = generator_bytes(config, shape, all_slots=True)
-    weights = planned["weights"] / 3
+    weights, base = planned["weights"] / 3, 0.0
+    if rank is not None:  # a base, once, and versions of A and B of four square matrices and of gate, up and down
+        base, weights = weights, 4 * rank * 8 * (4 * (1024 + 1024) + 3 * (1024 + 4096))
+        config = config_of(model={**LARGE, "lora": {"rank": rank}}, generator={"num_slots": rows})
+        planned = generator_bytes(config, shape, all_slots=True)
+        assert planned["weights"] == base + 3 * weights
     numbers = 2 * shape.num_layers * shape.kv_size * 2  # bytes of a token's keys and values in bfloat16
     pages = -(-config.longest_sequence(shape.max_positions) // 16)
-    found = kv_bytes_beside(int(weights), int(planned.total / 0.85))
+    found = kv_bytes_beside(int(weights), int(planned.total / 0.85), int(base))
     assert found == pytest.approx(rows * pages * 16 * numbers, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("divided", "part"),
+    [
+        ({"context_parallel": 2}, "activations"),
+        ({"pipeline_parallel": 2}, "activations"),
+        ({"expert_parallel": 2}, "gathered"),
+    ],
+)
+def test_what_ranks_divide_is_planned_once(divided: dict[str, int], part: str) -> None:
+    model = LARGE | {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2}
+    plain, shared = (config_of(model=model, trainer={"ranks": 2, **fields}) for fields in ({}, divided))
+    shape = check_policy(plain)
+    assert trainer_bytes(shared, shape)[part] < 0.75 * trainer_bytes(plain, shape)[part]
+    if "pipeline_parallel" in divided:
+        return  # without a critic
+    own = {"critic": {"executor": "own", "ranks": 2, "device": "cuda"}, "loss": {"name": "ppo", "advantages": "gae"}}
+    critics = [config_of(model=model, trainer={"ranks": 2, **fields}, **own) for fields in ({}, divided)]
+    assert critic_bytes(critics[0], shape) == critic_bytes(critics[1], shape), "a critic's own ranks divide none of it"
+
+
+def test_a_stage_of_a_replica_is_planned_with_its_layers_and_counted_on_its_gpu(gpus: Any) -> None:
+    plain, staged = config_of(), config_of(generator={"pipeline_parallel": 2})
+    shape = check_policy(plain)
+    whole, half = (generator_bytes(config, shape, all_slots=True) for config in (plain, staged))
+    assert half["keys_and_values"] == pytest.approx(whole["keys_and_values"] / 2, rel=0.01)
+    assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
+    gpus(3, 48)
+    stages = {"pipeline_parallel": 2, "replicas": 2, "gpu_share": 0.3}  # on GPUs 0 and 1, 2 and 0
+    with pytest.raises(ConfigError, match=r"(?s)on cuda:0.*2 x generator.gpu_share = 0.3"):
+        with_shares(config_of(trainer={"gpu_share": 0.5}, generator=stages))
+
+
+@pytest.mark.parametrize(("num_gpus", "generates_on"), [(1, "cuda:0"), (2, "cuda:1")])
 def test_each_process_takes_its_share_before_anything_lies_on_the_gpu(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, num_gpus: int, generates_on: str
 ) -> None:
-    gpus(1, 24)
+    gpus(num_gpus, 24)
     taken: list[tuple[float, str]] = []
 
     def take(share: float, device: torch.device) -> None:
@@ -342,6 +398,6 @@ def test_each_process_takes_its_share_before_anything_lies_on_the_gpu(
     critic._context = SimpleNamespace(group=RankGroup.alone())
     with pytest.raises(InterruptedError):
         _ = critic._division
-    assert taken == [(0.5, "cuda:0"), (0.25, "cuda:0"), (0.125, "cuda:0")]
+    assert taken == [(0.5, "cuda:0"), (0.25, generates_on), (0.125, f"cuda:{num_gpus - 1}")]
     take_share(None, torch.device("cuda", 0))
     take_share(0.5, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import tomli_w
@@ -106,6 +107,10 @@ def test_a_run_s_folder_is_its_recipe_with_its_lengths(tmp_path):
     workload, _ = workload_of(Question(model="", given_tokens=0), subject)
     assert workload.turns == Turns(turns=2.0, given_tokens=0, environment_s=1.5)
     assert workload.lengths.completions == (5,)
+    full = replace(subject, shape=replace(subject.shape, max_positions=5 + 12))  # characters of the prompt, the limit
+    assert workload_of(Question(model=""), full)[0].turns.given_mean == 4
+    with pytest.raises(ConfigError, match="do not fit the model"):
+        workload_of(Question(model="", given_tokens=4), full)
 
 
 def test_work_that_nobody_named_is_told():

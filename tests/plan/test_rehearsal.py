@@ -15,7 +15,7 @@ from slipstream.plan.cpu import CalibratedTimes, CpuMachine
 from slipstream.plan.hardware import cluster
 from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload, layout_tables
 from slipstream.plan.lengths import LengthSample, Turns
-from slipstream.plan.planner import PlanRow, Rehearsed, ranked, simulated_plan
+from slipstream.plan.planner import PlanRow, Rehearsed, best_rows, ranked, simulated_plan
 from slipstream.plan.question import ARCHITECTURES
 from slipstream.plan.recorded import measured, read_run
 from slipstream.plan.search import Found
@@ -81,6 +81,25 @@ def row(step_s, staleness, plan=PLAN):
 def test_the_fastest_row_comes_first_and_of_equals_the_freshest():
     slow, fast, as_fast_and_fresh = row(11.0, 0.1), row(10.0, 2.0), row(10.01, 0.5)
     assert ranked([slow, fast, as_fast_and_fresh]) == (as_fast_and_fresh, fast, slow)
+
+
+def bounded(one, bound):
+    return replace(one, rehearsed=replace(one.rehearsed, max_staleness=bound))
+
+
+def test_the_best_of_every_bound_is_the_best_rehearsed():
+    """Of each bound the first `num_rows` are rehearsed; `by_staleness` and the recommended bound's rows agree."""
+    took_s = {0: [40.0], 1: [20.0, 19.0], 4: [10.5, 10.0, 1.0], 8: [12.0, 9.9]}
+    rows = {bound: [bounded(row(took, 0.0), bound) for took in table] for bound, table in took_s.items()}
+    every = [one for table in rows.values() for one in table]
+
+    def rehearsed(found):
+        return next(one.rehearsed for one in every if one.found is found)
+
+    tables = {bound: [one.found for one in table] for bound, table in rows.items()}
+    best, by_staleness = best_rows(tables, rehearsed, num_rows=2)
+    assert by_staleness == (rows[0][0], rows[1][1], rows[4][1], rows[8][1])
+    assert best == (rows[4][1], rows[4][0])  # 1% above the shortest, at a smaller bound
 
 
 def test_a_plan_says_its_stages_where_there_are_several():

@@ -26,8 +26,9 @@ from slipstream.models.tokenizer import char_tokenizer
 DEADLINE_S = 900.0
 RUNS = (  # names that stand for a finished run
     *("DIR", "RUN", "OTHER_RUN", "A", "B", "C", "runs/mine", "runs/sync", "runs/one_step", "runs/continuous"),
-    *("runs/quickstart", "runs/quickstart-20260101-120000"),
+    "runs/quickstart-20260101-120000",
 )
+NEWEST = '"runs").glob("quickstart-*'  # finds the last of them
 MODELS = (  # folders, which win over the hub
     *("MODEL", "models/smollm2-135m-instruct", "reward_model/model"),
     *("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
@@ -145,6 +146,7 @@ MAKERS = {"MODEL": make_model, "MIXTURE": make_mixture, "RUN": make_run, "CUT": 
 def furnish(folder: Path, store: Path, text: str) -> None:
     """Make what `text`, or a recipe that it names, names: finished runs, models, data."""
     text = "\n".join([text, *(path.read_text("utf-8") for path in folder.glob("*.toml") if path.name in text)])
+    text = text.replace(NEWEST, RUNS[-1])
     for name in (*RUNS, *MODELS, "CUT", "MIXTURE"):
         if re.search(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", text) and not (folder / name).exists():
             kind = "MODEL" if name in MODELS else "RUN" if name in RUNS else name

@@ -27,7 +27,7 @@ from slipstream.models.tokenizer import CharTokenizer
 from slipstream.prompts import PromptStream, build_prompts, count_overlap, dataset, demonstrations, task_table
 from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
-from slipstream.prompts.template import Template
+from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.chain import check_data
 from slipstream.stages.completions import reference_completions
 from slipstream.stages.rl import FromPython
@@ -114,6 +114,9 @@ def test_task_errors(tokenizer: PreTrainedTokenizerFast) -> None:
         build_prompts(run_config(tasks=spelling(word_length=3), num_train=5, num_eval=1), tokenizer)
     with pytest.raises(ConfigError, match="cannot be a parameter"):
         build_prompts(run_config(tasks=spelling(seed=3), num_train=5, num_eval=1), tokenizer)
+    mixed = TaskConfig(name="composite", params={"datasets": [{"name": "countdown", "weight": 1.0}]})
+    with pytest.raises(ConfigError, match=r"as an entry of prompts\.tasks"):
+        build_prompts(run_config(tasks=[mixed], num_train=5, num_eval=1), tokenizer)
 
 
 def test_tasks_mix_by_weight_and_keep_their_keys(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -241,6 +244,13 @@ TEXT, CHAT, SYSTEM = "x", [{"role": "user", "content": "x"}], {"role": "system",
         ({"chat": True}, {}, [SYSTEM, *CHAT], TEXT, False),
         ({"chat": True}, {}, [SYSTEM, *CHAT], [SYSTEM | {"content": "other"}, *CHAT], True),
         ({"chat": True}, {}, CHAT, [*CHAT, {"role": "assistant", "content": "y"}, *CHAT], True),
+        (
+            {"template": "{question}abcdef", "max_prompt_tokens": 6, "too_long": "cut"},
+            {"template": "{question}"},
+            TEXT,
+            TEXT,
+            False,
+        ),
     ],
 )
 def test_no_row_of_a_set_is_trained_on_in_other_words_or_as_a_chat(
@@ -276,7 +286,7 @@ def test_the_overlap_counts_what_a_template_makes_of_held_out_rows_and_each_of_t
     other = run_config(dataset=config.prompts.dataset, num_eval=1, template="Q: {question}")
     asked = build_prompts(other, tokenizer)
     assert count_overlap(trained, asked.all) == 0
-    assert count_overlap(trained, asked.all, Template.of(config.prompts)) == 3
+    assert count_overlap(trained, asked.all, Encoder(config.prompts, tokenizer)) == 3
 
 
 def test_an_end_that_is_written_out_is_not_doubled(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -104,6 +104,41 @@ ADD = "def add(a, b):\n    return a + b"
         ),
         ("print('a\u2028b', end='\\f')", {"inputs": [""], "outputs": ["a\u2028b\f"]}, 1.0),
         ("X = object()\ndef same(x): return x is X", ["assert same(X)", "assert not same(1)"], 1.0),
+        (
+            "import enum\nclass E(enum.Enum):\n    A = 1\n    B = 2\ndef f(): return E.A",
+            ["assert f() == E.A and f() != E.B and f() in {E.A} and f() != 1"],
+            1.0,
+        ),
+        ("import atexit\natexit.register(lambda: print(1))", {"inputs": [""], "outputs": ["1"]}, 1.0),
+        (
+            "import io, sys\nsys.stdout = io.StringIO()\nprint(2)\nprint(1, file=sys.__stdout__)",
+            {"inputs": [""], "outputs": ["1"]},
+            1.0,
+        ),
+        (
+            "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor()\npool.submit(print, 1)",
+            {"inputs": [""], "outputs": ["1"]},
+            1.0,
+        ),
+        ("print(1)\nexit()", {"inputs": [""], "outputs": ["1"]}, 1.0),
+        (
+            "def f():\n    quit(3)",
+            ["try:\n    f()\nexcept RuntimeError as error:\n    assert 'SystemExit' in str(error)"],
+            1.0,
+        ),
+        (
+            "def f(x: int): pass\nprint(f.__annotations__['x'] is int)",
+            {"inputs": [""], "outputs": ["True"]},
+            1.0,
+        ),
+        ("def f(): return 1", ["def g(x: int): return f()\nassert g.__annotations__['x'] is int and g(0) == 1"], 1.0),
+        # A test that the program does not outlive takes none of the others with it, whatever their order.
+        (
+            "import os\ndef f(x):\n    return os._exit(0) if x == 'end' else x",
+            ["assert f(1) == 1", "assert f('end')", "assert f(2) == 2", "assert f(3) == 4", "assert f(4) == 4"],
+            0.6,
+        ),
+        (ADD, ["import math", "assert add(1, 2) == 3"], 1.0),
     ],
 )
 def test_right_programs_are_told_from_wrong_ones(pool: ScoringPool, source: str, tests: Any, reward: float) -> None:
@@ -122,6 +157,23 @@ def test_all_tests_have_to_pass_unless_told_otherwise(make_pool: MakePool) -> No
     assert done[0].parts == [None]
     assert done[1].parts == [0.0]
     assert "ValueError: tests are text" in (done[2].failure or "")
+
+
+@pytest.mark.parametrize(
+    ("tests", "lesson"),
+    [
+        ("def check(candidate):\n    assert candidate(1, 2) == 4", "no test asks anything of the program"),
+        (["assert True", "import math"], "no test asks anything of the program"),
+        ("['assert add(1, 2) == 4']", "neither JSON nor Python that asks anything"),
+        ("{'inputs': ['1 2'], 'outputs': ['4']}", "neither JSON nor Python that asks anything"),
+        ('{"inputs": [null], "outputs": ["4"],}', "neither JSON nor Python that asks anything"),
+        ("", "neither JSON nor Python that asks anything"),
+        ('{"inputs": ["1', "neither JSON nor Python: "),
+    ],
+)
+def test_tests_that_any_program_would_pass_are_a_fault_of_the_row(pool: ScoringPool, tests: Any, lesson: str) -> None:
+    done = run_jobs(pool, [job(0, fenced(ADD), tests=tests)])
+    assert lesson in (done[0].failure or "")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -165,8 +217,8 @@ def test_all_tests_together_keep_the_deadline_of_the_worker(make_pool: MakePool)
 
 
 def test_what_a_program_prints_is_bounded(make_pool: MakePool) -> None:
-    pool = make_pool(("code", {"max_output_kb": 4}), timeout_s=5.0)
-    fits, too_much = "x" * 4095, "x" * 4097
+    pool = make_pool(("code", {"max_output_kb": 0.5}), timeout_s=5.0)
+    fits, too_much = "x" * 511, "x" * 513
     cases = [(f"print('x' * {len(text)})", {"inputs": [""], "outputs": [text]}) for text in (fits, too_much)]
     assert rewards(pool, *cases) == [1.0, 0.0]
 
@@ -247,7 +299,6 @@ def test_malformed_tests_are_refused(column: Any) -> None:
 def test_tests_are_read() -> None:
     assert parse_tests({"inputs": ["a"], "outputs": ["b"]}) == [InOut("a", "b")]
     assert parse_tests("assert f()") == ["assert f()"]
-    assert parse_tests('"assert f()"') == ['"assert f()"']  # JSON, but no tests: Python, then
     assert parse_tests('["assert f()"]') == ["assert f()"]
 
 
@@ -258,6 +309,10 @@ def test_tests_are_read() -> None:
         ({"memory_mb": True}, "memory_mb"),
         ({"max_tests": "3"}, "max_tests"),
         ({"max_output_kb": float("nan")}, "max_output_kb"),
+        ({"max_tests": 0.5}, "max_tests"),
+        ({"max_tests": 2.5}, "max_tests"),
+        ({"memory_mb": 1e-7}, "memory_mb"),
+        ({"max_output_kb": 1e-4}, "max_output_kb"),
         ({"tests": 3}, "must name a column"),
         ({"timeout_s": 3}, "no parameter 'timeout_s'"),
         ({"programs": 3}, "no parameter 'programs'"),

@@ -344,6 +344,21 @@ def test_a_chat_shows_calls_of_tools() -> None:
     assert f"{said}\n\nassistant: {call}\n\ntool: 3\n[end" in asked
 
 
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ('[{"name": "add"}]', '[{"name": "add"}]'),
+        ([{"name": "add", "arguments": {"a": "é"}}], 'add({"a": "é"})'),
+        ([{"function": {"name": "add", "arguments": '{"a": 1}'}}], 'add({"a": 1})'),
+        ({"function": {"name": "add", "arguments": {}}}, "add({})"),
+        ([3, {"function": "add"}], "3\n{'function': 'add'}"),
+    ],
+)
+def test_calls_in_a_prompt_may_have_any_form(calls: Any, said: str) -> None:
+    chat = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    assert f"assistant: {said}\n[end" in question("{prompt} {completion}", job(0, "3", prompt=chat), 1000)
+
+
 def prompts() -> list[Prompt]:
     tokens = np.arange(3, dtype=np.int32)
     return [Prompt(prompt_id="0", text="q?", tokens=tokens, task="dataset", answer="right", columns={"level": 3})]

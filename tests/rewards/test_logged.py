@@ -7,18 +7,27 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from reward_jobs import job, run_jobs
 
-from slipstream.core.sections import RewardsConfig, RewardTerm
+from slipstream.core.sections import MAX_GROUP_SCORES, RewardsConfig, RewardTerm
 from slipstream.core.types import Completion, Prompt
 from slipstream.rewards.assembly import Assembly
 from slipstream.rewards.calls import Scoring, answer, call_function
 from slipstream.rewards.checks import setup_of
-from slipstream.rewards.logged import MAX_CELLS, Logged, RewardLog
+from slipstream.rewards.logged import (
+    MAX_CELL_CHARS,
+    MAX_CELLS,
+    MAX_LOGGED_NAME_CHARS,
+    MAX_LOGGED_NAMES,
+    Logged,
+    RewardLog,
+)
 from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import RewardGroupJob
+from slipstream.rewards.protocol import MAX_RESULT_BYTES, JobResult, RewardGroupJob
 
 
 def called(function: Any, count: int = 1) -> Any:
@@ -85,18 +94,31 @@ def test_values_are_small_and_of_jsons_types() -> None:
     log.log_extra("c", ["x" * 100_000, {"a": 1}])
     log.log_extra("d", [math.nan, 2**80])
     log.log_extra("e", [True, "\ud800"])
+    log.log_extra("n", [np.int64(3), np.float32(0.5)])
+    log.log_extra("z", [np.bool_(True), torch.tensor(0.5)])
     log.log_metric("m", math.nan)
     found = log.all()
     assert len(str(found.columns["c"][0])) < 5000
     assert found.columns["c"][1] == "{'a': 1}"
     assert found.columns["d"] == ["nan", str(2**80)]
     assert found.columns["e"] == [True, "?"]
+    assert found.columns["n"] == [3, 0.5]
+    assert [type(value) for value in (*found.columns["n"], *found.columns["z"])] == [int, float, bool, float]
     assert found.metrics == {}
     for value in (1e308, 1e308, 1e308):
         log.log_metric("large", value)
     assert log.all().metrics == {"large": pytest.approx(1e308)}
     with pytest.raises(ValueError, match="values in all columns"):
         RewardLog(MAX_CELLS + 1).log_extra("c", [0] * (MAX_CELLS + 1))
+
+
+def test_all_that_a_call_may_log_fits_into_an_answer() -> None:
+    log = RewardLog(1)
+    for index in range(MAX_LOGGED_NAMES):
+        log.log_extra(f"{index}" * MAX_LOGGED_NAME_CHARS, ["\U0001f600" * (MAX_CELL_CHARS + 1)])
+        log.log_metric(f"{index}" * MAX_LOGGED_NAME_CHARS, 1.0)
+    result = JobResult(job_id=1, parts=[1.0], logged=log.all())
+    assert len(msgspec.msgpack.encode(result)) + MAX_GROUP_SCORES * 9 < MAX_RESULT_BYTES
 
 
 def completion(sample: int) -> Completion:

@@ -182,6 +182,27 @@ def test_secrets_network_descriptors_and_processes_are_out_of_reach(pool: Scorin
     assert "Error" in (done[5].failure or "")
 
 
+def test_a_run_that_starts_at_home_shows_workers_none_of_it(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders below it, which modules come from, are there; a run's own folder below one of those is not."""
+    needs("files")
+    home = tmp_path / "home"
+    project, run = home / "project", home / "project" / "runs" / "1"
+    run.mkdir(parents=True)
+    for folder in (home, project, run):
+        folder.chmod(0o755)
+        (folder / "text").write_text("seen")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(project))
+    pool = make_pool(ATTACK, private=[str(run)])
+    assert "files" in pool.isolation
+    done = run_jobs(pool, [job(i, f"read {folder}/text") for i, folder in enumerate((home, run, project))])
+    assert ["No such file" in (done[i].failure or "") for i in range(3)] == [True, True, False]
+    assert done[2].failure is None
+
+
 def test_a_shell_command_in_a_countdown_answer_does_nothing(make_pool: MakePool) -> None:
     needs("files", "user")
     entry = reasoning_gym.create_dataset("countdown", seed=1, size=1)[0]

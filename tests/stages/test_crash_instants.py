@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -324,6 +325,21 @@ def test_what_an_attempt_came_to_is_set_aside_with_it(folder: Path) -> None:
     resumed = prepare_resume(folder)
     assert not (folder / "summary.json").exists()
     assert (resumed.attempt / "summary.json").read_text() == '{"status": "interrupted"}'
+
+
+@pytest.mark.usefixtures("_no_sync")
+def test_a_resume_on_a_full_disk_leaves_no_copies_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(folder, FragileDisk(folder))
+    copy, before = shutil.copy2, {path.name for path in folder.iterdir()}
+
+    def filling(source: Path, target: Path) -> None:
+        copy(source, target)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copy2", filling)
+    with pytest.raises(DiskError, match="free some space"):
+        prepare_resume(folder)
+    assert {path.name for path in folder.iterdir()} == before
 
 
 @pytest.mark.usefixtures("_no_sync")

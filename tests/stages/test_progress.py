@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 import time
+from pathlib import Path
 
 import pytest
+from fragile_disk import KINDS, FragileDisk, watching
 
 from slipstream.stages import progress
 
@@ -28,3 +30,21 @@ def test_what_goes_on_is_told_with_its_seconds(monkeypatch: pytest.MonkeyPatch, 
     with progress.told_of("reading prompts", display=False):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_a_stage_is_done_only_once_its_output_is_on_the_disk(tmp_path: Path) -> None:
+    run, album = tmp_path / "run", tmp_path / "album"
+    run.mkdir()
+    album.mkdir()
+    with watching(FragileDisk(run, album)) as disk:
+        folder = progress.fresh_folder(run, "sft")
+        (folder / "model").mkdir()
+        for path in (folder / "metrics.jsonl", folder / "model" / "model.safetensors"):
+            path.write_bytes(b"all of it")
+        progress.write_record(run, "sft", times=progress.StageTimes())
+        (run / "next").mkdir()
+    done = [picture / "sft" for _, _, picture in disk.pictures() if (picture / "sft" / "stage.json").is_file()]
+    assert {picture.parent.name.partition("-")[2] for picture in done} == set(KINDS)
+    for picture in done:
+        for name in ("metrics.jsonl", "model/model.safetensors"):
+            assert (picture / name).read_bytes() == b"all of it", picture

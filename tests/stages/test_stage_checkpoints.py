@@ -18,7 +18,9 @@ from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import PRINTABLE, char_tokenizer
+from slipstream.stages import chain as stages_chain
 from slipstream.stages.chain import check_stages
+from slipstream.stages.rl import FromPython
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 ALPHABETS = {"same": PRINTABLE, "larger": PRINTABLE + "äöü", "other": PRINTABLE[::-1], "smaller": PRINTABLE[:50]}
@@ -153,3 +155,16 @@ def test_a_stage_sees_the_checkpoints_of_earlier_stages_alone(tmp_path: Path) ->
     assert (before.model.path, before.first_checkpoint) == ("stage:dpo", str(tmp_path / "sft" / "model"))
     assert with_stage_paths(config, tmp_path, before="sft").first_checkpoint is None
     assert with_stage_paths(config, tmp_path).model.path == str(tmp_path / "dpo" / "model")
+
+
+def test_rl_without_its_ledger_does_not_begin_anew_over_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages_chain, "check", lambda *_, **__: None)
+    monkeypatch.setattr(stages_chain, "resume_rl", lambda *_: {"status": "refused"})
+    monkeypatch.setattr(stages_chain, "run_rl", lambda *_: {"status": "begun anew"})
+    found = []
+    for _ in range(2):
+        found.append(stages_chain._rl(resolve("quickstart"), tmp_path, FromPython())["status"])
+        (tmp_path / "checkpoints" / "step_2").mkdir(parents=True, exist_ok=True)
+    assert found == ["begun anew", "refused"]

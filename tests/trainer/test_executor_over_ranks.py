@@ -336,3 +336,20 @@ def test_a_step_waits_until_nobody_reads_the_weights_and_later_commands_wait_beh
     assert [version for version, _ in publisher.offered] == [0, 1]
     assert sum(isinstance(event, StepDone) for event in events.messages) == 1
     trainer.close()
+
+
+def test_a_reference_that_the_warm_start_makes_is_on_the_disk_before_anything_depends_on_it(monkeypatch, tmp_path):
+    """Every resume reads it, as no checkpoint has its weights."""
+    config = run_config(steps=NUM_STEPS, warm_start={"steps": 1, "batch_size": 3}, kl={"coef": 0.1})
+    trainer = Trainer(config=config, new_buffer=partial(GroupBuffer, config.samples_per_group), batching=collate)
+    commands, events = Port(), Port()
+    inputs = {"commands": commands, "rollouts": Port()}
+    trainer.init(Context("trainer", tmp_path, inputs, {"events": events}, Spans(), WallClock(), publisher=Offers()))
+    synced = []
+    monkeypatch.setattr(executor, "sync_files", lambda path: synced.append((path, len(events.messages))))
+    commands.put(demonstrations())
+    while not any(isinstance(event, Ready) for event in events.messages):
+        trainer.step()
+    trainer.close()
+    assert synced == [(tmp_path / "reference", 0)]
+    assert trainer.reference is not None

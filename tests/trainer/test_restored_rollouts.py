@@ -47,9 +47,9 @@ def scored():
     return next(steps_of(config))[:3]
 
 
-def trainers(monkeypatch, run_dir, world, *, resume=None, control):
+def trainers(monkeypatch, run_dir, world, *, resume=None, control, **more):
     """[rank]: (trainer, events, publisher), rank 0 `control`led."""
-    config = run_config(trainer={"ranks": world})
+    config = run_config(trainer={"ranks": world}, **more)
     monkeypatch.setattr(executor, "Policy", SavedByOne)
     commands, arrived, rollouts = [Port() for _ in range(world)], Port(), [Port() for _ in range(world)]
 
@@ -114,9 +114,14 @@ def later(group, by):
     )
 
 
-@pytest.mark.parametrize("all_before_are_dropped", [True, False])
-def test_what_could_become_too_stale_is_not_restored(monkeypatch, tmp_path, scored, all_before_are_dropped):
-    """It started after the cut, thanks to drops that the cut does not know: they may not be dropped again."""
+@pytest.mark.parametrize(
+    ("policy", "all_before_are_dropped"), [("oldest_first", True), ("oldest_first", False), ("drop_stale", False)]
+)
+def test_what_could_become_too_stale_is_not_restored(monkeypatch, tmp_path, scored, policy, all_before_are_dropped):
+    """It started after the cut, thanks to drops that the cut does not know: they may not be dropped again.
+
+    `drop_stale` starts groups whatever their place, and discards by itself what is stale then.
+    """
     shifted = [later(group, 1000) for group in scored]
     dropped = range(1000) if all_before_are_dropped else range(900)
     checkpoint = save(monkeypatch, tmp_path / "run", 1, shifted, dropped)
@@ -124,9 +129,10 @@ def test_what_could_become_too_stale_is_not_restored(monkeypatch, tmp_path, scor
     def control(trainer, events, commands, rollouts):
         commands.put(Stop())
 
-    [(_, events, _)] = trainers(monkeypatch, tmp_path / "again", 1, resume=checkpoint, control=control)
+    by = {"policy": policy}
+    [(_, events, _)] = trainers(monkeypatch, tmp_path / "again", 1, resume=checkpoint, control=control, schedule=by)
     told = [event.ordinal for event in events if isinstance(event, GroupScored)]
-    assert told == ([shifted[1].ordinal] if all_before_are_dropped else [])
+    assert told == ([shifted[1].ordinal] if all_before_are_dropped or policy == "drop_stale" else [])
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 3)])

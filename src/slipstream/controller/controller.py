@@ -97,11 +97,11 @@ class Controller:
         self.waits = WaitReasons()
         self.partials = dict(work.partials)
         self.holder_of: dict[int, int] = {}  # ordinal -> the replica that has the group until it is scored
-        self.checkpointed: int | None = None
+        self.num_unsaved = 0  # checkpoints that were asked for and are not whole yet; two may be of one step
         self.cut_at: tuple[int, int] | None = None  # steps and events at the last cut, saved or not
         self.is_checkpoint_wanted = False  # out of turn: a process that holds the weights is about to end
         self.is_exported = False
-        self.has_begun = False  # a replica has held a version: there is something to save, also when all have left
+        self.has_begun = False  # a replica has held a version, or a step is trained: there is something to save
 
     # The run
 
@@ -114,11 +114,7 @@ class Controller:
         """Launch, train, end. Raises ExecutorDied or SlipstreamError; whatever happens, no process survives it."""
         self.timeline.backdate("start_up", self.tally.started_s)
         with self.timeline.span("overhead"):  # but for the spans below, until the timeline is closed
-            try:
-                self._run()
-            except BaseException:
-                self.callbacks.close()
-                raise
+            self._run()
         try:
             self.callbacks.finish()  # nothing else waits for it
         except BaseException:
@@ -132,7 +128,8 @@ class Controller:
                 transport_dir = ends.enter_context(run_scratch(self.observers.note))
                 ends.callback(self._shut_down)
                 self.observers.take(self.events.record(self.schedule.began(), []))
-                self.executors.launch(transport_dir, transport_dir.name, self.cluster)
+                with self.interrupts.at_once():  # groups of other machines may be waited for very long
+                    self.executors.launch(transport_dir, transport_dir.name, self.cluster)
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)
             self._stop_early(self.held_out.early_stopping.cause or self.tally.stopped_because)  # of a run that goes on
@@ -163,6 +160,7 @@ class Controller:
         if self.schedule.stopped_because is not None:
             self.executors.send("trainer", messages.Publish())
         self._unless_interrupted(lambda: bool(versions) and min(versions.values()) >= last, "the last version")
+        self._unless_interrupted(lambda: not self.held_out.pending.may_run_of(last), "the last evaluation")
         if not self.is_interrupted:  # else a resume evaluates; it restores the scores that there are
             self.held_out.evaluate_last(last)
         self._unless_interrupted(lambda: not self.held_out.pending, "the last evaluation")
@@ -171,7 +169,7 @@ class Controller:
         if (command := self.held_out.best.last(last)) is not None:
             self.executors.send("trainer", command)
         self.executors.send("trainer", messages.Export(path=str(self.run_dir / "model")))
-        self._run_until(lambda: self.checkpointed == last and self.is_exported, "checkpoint and export")
+        self._run_until(lambda: not self.num_unsaved and self.is_exported, "checkpoint and export")
         for version in self.held_out.best.missed:
             self.observers.note(f"version {version} was better, and is not kept: its replica was lost")
 
@@ -225,8 +223,8 @@ class Controller:
             case messages.EvalScored():
                 self.held_out.scored(message)
                 self._stop_early(self.held_out.early_stopping.cause)
-            case messages.CheckpointSaved(step=step):
-                self.checkpointed = step
+            case messages.CheckpointSaved():
+                self.num_unsaved -= 1
             case messages.Evaluating():
                 self.held_out.began(message)
             case messages.Exported(path=path) if path == str(self.run_dir / "model"):
@@ -260,7 +258,7 @@ class Controller:
                 self._carry_out(command)
         for executor, waiting in self.waits.changed(event, self.schedule):
             self.executors.send(executor, waiting)
-        self.has_begun |= isinstance(event, Swapped)
+        self.has_begun |= isinstance(event, Swapped | StepDone)
         if isinstance(event, Swapped | ReplicaLost):
             self.held_out.ask_again()
         if temperatures:
@@ -305,7 +303,7 @@ class Controller:
         step, num_events = self.schedule.steps_done, self.events.num_events
         if self.cut_at == (step, num_events):
             return
-        self.cut_at, self.checkpointed = (step, num_events), None
+        self.cut_at, self.num_unsaved = (step, num_events), self.num_unsaved + 1
         for writer in (self.ledger, self.events, self.observers):
             writer.sync()
         command = messages.Checkpoint(

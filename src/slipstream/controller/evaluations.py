@@ -84,6 +84,10 @@ class PendingEvaluations:
         greedy = [one.version for one in self._pending.values() if one.temperature == GREEDY and not one.name]
         return is_due or version in greedy or None in greedy
 
+    def may_run_of(self, version: int) -> bool:
+        """Whether answers to come are of `version`, or of one that is not known yet."""
+        return any(one.version in (None, version) for one in self._pending.values())
+
     def began(self, message: Evaluating) -> None:
         """Take from a replica which version answers."""
         if message.eval_id in self._pending:

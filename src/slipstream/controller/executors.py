@@ -3,7 +3,7 @@
 Whoever ends before its time, or is silent for too long, is found out here. What of it may go on is decided here, too:
 
     reported an error                 the run ends with that error: it would only come again; a replica on another
-                                      machine is lost, unless the error is one of `ENDS_THE_RUN`
+                                      machine is lost, unless its weights are to blame (`_blames_weights`)
     lost, and nobody misses its state a child is killed for certain and started again, with a higher incarnation; a
                                       group on another machine is started by its agent (`controller/membership.py`)
     any other lost                    ExecutorLost: this attempt ends, and the run may go on from its last checkpoint
@@ -35,8 +35,8 @@ from slipstream.core.errors import (
     ExecutorDied,
     ExecutorLost,
     NonFiniteError,
+    NotReproducedError,
     SlipstreamError,
-    WeightSyncError,
 )
 from slipstream.core.peer_messages import Failed, Joined, Left
 from slipstream.core.ports import Turn
@@ -52,7 +52,6 @@ STOP_DEADLINE_S = 10.0
 STEPS_TO_STOP = 64  # of an executor in this process
 LET_GO_DEADLINE_S = 2.0
 CAUSE_DEADLINE_S = 2.0  # so long is a cause looked for, where an error may be the consequence of another's end
-ENDS_THE_RUN = (NonFiniteError.__name__, WeightSyncError.__name__)  # broken weights, which every replica would get
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,15 @@ class Executors:
         self._membership = Membership(pipeline, lease_s=config.lease_s, clock=clock)
         self._restarts = Restarts(config.max_restarts, clock, restarts)
         self._patience = Patience(config)
+        self._committed: set[int] = set()  # replicas that have taken a version since they were started
         self._found: deque[Message | _Gone] = deque()  # out here, for the controller to take before anything else
         self._suspects: dict[str, tuple[Failed, float]] = {}  # whose error may follow from another's end -> until when
 
     def launch(self, transport_dir: Path, run_id: str, cluster: Cluster | None) -> None:
-        """Start children, let groups join, connect. Waits for all to announce their ports: `deadline_s` for each."""
+        """Start children, let groups join, connect. Waits for all to announce their ports.
+
+        Children have `deadline_s` each for that, groups on other machines the `join_timeout_s` of `cluster`.
+        """
         channels, deadline_s = self.pipeline.all_channels, self.config.deadline_s
         self._loading_s = self._told_s = self._clock.now_s()
         book: AddressBook = LocalAddresses(channels, transport_dir)
@@ -168,6 +171,9 @@ class Executors:
                     self._changed(self._membership.joined(message, self._ports))
                 case Failed():
                     self._failed(message)
+                case Swapped():
+                    self._committed.add(message.replica)
+                    return message
                 case Left(executor=name) if self._membership.is_remote(name) and replica_of(name) is not None:
                     self._lose_remote(name, how="has left")
                 case _Gone():
@@ -309,9 +315,9 @@ class Executors:
 
     def _failed(self, message: Failed) -> None:
         """Take an executor's error, which ends the run, unless it may follow from the end of another process."""
-        name, kind = message.executor, message.error.partition(":")[0]
+        name, replica = message.executor, replica_of(message.executor)
         is_remote = self._membership.is_remote(name)
-        if is_remote and replica_of(name) is not None and (message.may_follow or kind not in ENDS_THE_RUN):
+        if is_remote and replica is not None and (message.may_follow or not self._blames_weights(replica, message)):
             self._note(f"{name} failed: {message.error}")
             self._lose_remote(name)
         elif message.may_follow and (is_remote or name in self._children):
@@ -319,11 +325,19 @@ class Executors:
         else:
             raise self._error(message)
 
+    def _blames_weights(self, replica: int, message: Failed) -> bool:
+        """Return whether every replica would report this error: else the fault may be that of its machine."""
+        kind = message.error.partition(":")[0]
+        if kind == NotReproducedError.__name__:
+            return replica in self._committed or not self._committed  # else a newcomer cannot do what others can
+        return kind == NonFiniteError.__name__
+
     def _bury(self) -> bool:
         """Handle a child that has ended, causes before consequences; return whether there was one.
 
         A process that only gave up because of another is left until that one is found, for `CAUSE_DEADLINE_S` at most.
-        On another machine that may be a rank that ended without a word: the group is lost.
+        On another machine that may be a rank that ended without a word, or the network: the group is lost, unless all
+        its ranks have spoken and one of them names another error.
         """
         ended = [name for name, child in self._children.items() if child.has_ended]
         if ended and any(name not in self._suspects for name in ended):
@@ -336,6 +350,10 @@ class Executors:
         for message, end_s in self._suspects.values():
             if end_s <= now_s and self._membership.is_remote(message.executor):
                 group = split_rank_name(message.executor)[0]
+                said = [self._suspects[name][0] for name in self._nodes[group].members if name in self._suspects]
+                own = next((one for one in said if _is_own(one.error)), None)
+                if own is not None and len(said) == len(self._nodes[group].members):
+                    raise self._error(own)
                 hint = "the logs of its ranks say why; `--resume` goes on from the last checkpoint"
                 raise ExecutorLost(f"'{group}' was lost", executor=group, got=message.error, hint=hint)
             if end_s <= now_s:
@@ -428,6 +446,8 @@ class Executors:
         self._loading_s = self._told_s = self._clock.now_s()
         self._found.append(_Gone(tuple(members)))
         replica = replica_of(group)
+        if replica is not None:
+            self._committed.discard(replica)
         if replica is not None and changes:
             self._found.append(ReplicaLost(replica=replica))
 
@@ -494,6 +514,14 @@ class Executors:
                     hear(message)
                 if host.executor.is_finished:
                     break
+
+
+def _is_own(error: str) -> bool:
+    """Return whether an error that may follow from another's end is none of a channel, a collective or gloo.
+
+    PyTorch has the same class for those of gloo as for many others.
+    """
+    return error.startswith("RuntimeError:") and "gloo" not in error
 
 
 def _indented(tail: str) -> str:

@@ -50,8 +50,7 @@ class Host:
     ) -> None:
         clock, group = clock or WallClock(), group or RankGroup.alone()
         self.name = node.members[group.rank]
-        self.ports = ports
-        self.executor = node.build()
+        self.ports, self.executor = ports, node.build()
         self.timeline = Timeline(
             self.name,
             timeline_path(run_dir, self.name),
@@ -95,6 +94,7 @@ class Host:
             subscriber=weights[1],
             scratch_prefix=file_prefix(run_id),
             group=group,
+            is_remote=node.host == "torchrun",
         )
 
     def init(self) -> None:

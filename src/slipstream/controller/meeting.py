@@ -11,6 +11,7 @@ its seal, leads nowhere either: each start has keys of its own (`RunKeys.of_star
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -305,11 +306,17 @@ def read_address(controller: str, *, timeout_s: float) -> tuple[str, int]:
 
 
 def _content(path: Path) -> str:
-    """Return what the file holds; empty where there is none, which may become so at any time."""
+    """Return what the file holds; empty where there is none, which may become so at any time.
+
+    ConfigError where it cannot be read: to wait would not help.
+    """
     try:
         return path.read_text().strip()
-    except OSError:
-        return ""
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or error.errno == errno.ESTALE:
+            return ""
+        allowed = "HOST:PORT, or the file that the controller writes (--address-file)"
+        raise ConfigError(f"'{path}' cannot be read", got=error.strerror, allowed=allowed) from error
 
 
 def read_spec(store: Store, keys: RunKeys, *, timeout_s: float) -> RunSpec:

@@ -85,7 +85,7 @@ class Node:
 
 
 def _with_folders(value: Any, tell: Callable[[str], None] | None = None) -> Any:
-    return with_folders(value, tell=tell) if isinstance(value, RunConfig) else value
+    return with_folders(value, tell=tell, is_first=tell is not None) if isinstance(value, RunConfig) else value
 
 
 def encode_node(node: Node) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class Tally:
     clock: Clock = field(default_factory=WallClock)
     status: s.Status = "running"
     error: str | None = None
+    resume_call: str | None = None
     stopped_because: StopCause | None = None
     ended_s: float = 0.0
     steps_done: int = 0
@@ -418,6 +419,7 @@ class Tally:
             ),
             padding_frac=self.padded_tokens / self.padding_weight if self.padding_weight else 0.0,
             rows=s.TrainedRows.of([self.rows]),
+            resume_call=self.resume_call,
             versions=s.versions(),
             stages=s.stage_records(run_dir),
             data=self.data,

@@ -40,8 +40,8 @@ class WaitReasons:
 
 def work_left(schedule: SchedulingPolicy, *, has_begun: bool) -> str:
     """Return in words what an interrupted run still does; `has_begun`: there is something to save."""
-    if not has_begun:
-        return "ending, as there is nothing to save yet"
     if schedule.training:
         return f"finishing step {schedule.steps_done + 1}, then a checkpoint"
+    if not has_begun:
+        return "ending, as there is nothing to save yet"
     return f"writing a checkpoint of step {schedule.steps_done}"

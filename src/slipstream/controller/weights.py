@@ -80,7 +80,7 @@ def gpu_of(node: Node, rank: int, local_rank: int) -> torch.device:
     count from the first."""
     config, replica = node.kwargs.get("config"), replica_of(node.name)
     if isinstance(config, RunConfig) and replica is not None:
-        return replica_device(config.generator, replica, torch.cuda.device_count(), rank)
+        return replica_device(config, replica, torch.cuda.device_count(), rank, is_remote=node.host == "torchrun")
     if isinstance(config, RunConfig) and node.name in ranks_per_copy(config):
         return scoring_device("cuda", local_rank)
     return torch.device("cuda", local_rank % torch.cuda.device_count())

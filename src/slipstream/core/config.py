@@ -17,6 +17,7 @@ from slipstream.core.fields import Count, FolderName, NonNegative, Positive, Sec
 from slipstream.core.lora_section import check_lora
 from slipstream.core.observe_sections import CallbacksConfig, HealthConfig, ObserveConfig, TrackersConfig
 from slipstream.core.sections import (
+    BY_PLACE,
     BY_VERSION,
     HARD_BOUND,
     GeneratorConfig,
@@ -195,6 +196,11 @@ class RunConfig(Section):
     def staleness_bound(self) -> int | None:
         """Return the most steps that a consumed token may be old; None under a policy that promises no bound."""
         return self.max_staleness if self.schedule.policy in HARD_BOUND else None
+
+    @property
+    def bounds_admissions(self) -> bool:
+        """Whether a group's place says what may be trained of it; `drop_stale` discards whatever is stale by then."""
+        return self.schedule.policy in BY_PLACE
 
     @property
     def takes_turns(self) -> bool:

@@ -11,6 +11,7 @@ SlipstreamError
     ChannelTimeout     a wait on a channel passed its deadline
     ChannelClosed      the other side is gone
   WeightSyncError      a version could not be staged, verified or committed
+    NotReproducedError   its weights are here, and compute other logprobs than the trainer's
   ExecutorDied         a process of the run reported an error, or was lost more often than `max_restarts` allows
     ExecutorLost         a process was lost without which this attempt cannot go on; the next one may succeed
   RankError            ranks that run one model together lost each other, or no longer do the same
@@ -99,6 +100,10 @@ class ChannelClosed(ChannelError):
 
 class WeightSyncError(SlipstreamError):
     """A policy version could not be staged, verified or committed; the old version keeps running."""
+
+
+class NotReproducedError(WeightSyncError):
+    """A replica computes other logprobs than the trainer with a version that arrived undamaged."""
 
 
 class ExecutorDied(SlipstreamError):

@@ -58,6 +58,7 @@ class Context:
     publisher: WeightsPublisher | None = None
     subscriber: WeightsSubscriber | None = None
     group: RankGroup = field(default_factory=RankGroup.alone)
+    is_remote: bool = False  # in a process that joined the run, which sees its own job's GPUs alone
     scratch_prefix: str = "slipstream."  # of names in /dev/shm and /tmp: what begins so is removed when the run ends
 
 

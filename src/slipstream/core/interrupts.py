@@ -1,6 +1,7 @@
 """The signals that end a run: SIGINT (Ctrl-C), SIGTERM (schedulers, `kill`) and SIGHUP (a terminal that closed).
 
-    the first, while RL runs      noted: the controller ends the run after the current step, with a checkpoint
+    the first, while RL runs      noted, once its processes have met: the controller ends the run after the current
+                                  step, with a checkpoint
     the first, anywhere else      `Interrupted` is raised: there is nothing to finish
     while the program starts      a line, and the end of the process: there is nothing to undo (`end_at_any_signal`)
     the second                    `Interrupted` is raised: no step is waited for, no checkpoint made
@@ -116,6 +117,16 @@ class Interrupts:
         finally:
             self._grace_s = None
             self._stop_clock()
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Raise `Interrupted` at the first signal inside this context, amid `deferred` too, and for an earlier one."""
+        grace_s, self._grace_s = self._grace_s, None
+        try:
+            self.check()
+            yield
+        finally:
+            self._grace_s = grace_s
 
     def is_news(self) -> bool:
         """Return whether a signal was noted that no earlier call told of."""

@@ -57,7 +57,7 @@ class LoraConfig(Section):
         """Return which adapters these are, on one line."""
         if self.path is not None:
             return f"LoRA of {self.path}"
-        return f"LoRA rank {self.rank} on {', '.join(self.targets) or 'every linear layer but the head'}"
+        return f"LoRA rank {self.rank} on {', '.join(self.targets) or 'every linear layer but experts and the head'}"
 
     @property
     def is_rounded(self) -> bool:

@@ -204,16 +204,18 @@ RESUMED_WITH = (
 """Fields that may change when a run goes on: when it ends, how often it is saved, who may join, where its critic is
 trained, how long it waits."""
 
+CHOSEN = ("generator.num_slots", "generator.prefill_tokens")
+"""Fields that a run fills in when it starts, where its recipe leaves them open (`plan.gpu_sizes`)."""
+
+_PINNED = r"[\w.-]+/[\w.-]+@[0-9a-f]{40}"  # a hub id with a commit
+
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Return the configuration that the run in `run_dir` saved, with `overrides` of RESUMED_WITH.
 
     An override that changes nothing may name any field. ConfigError for one that does, and for a folder of no run.
     """
-    path = run_dir / "config.toml"
-    if not path.is_file():
-        raise no_run(run_dir, "config.toml")
-    tables = read_toml(path)
+    tables = _saved_tables(run_dir)
     saved, config = (
         validate(one.model_dump(context=ABSOLUTE)) for one in (resolve(tables), resolve(tables, overrides))
     )
@@ -228,12 +230,14 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
 def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
     """Return the fields of RESUMED_WITH, as tables, in which `recipe` differs from what the run in `run_dir` saved.
 
-    ConfigError where it differs in others. What a run itself chooses is no difference: the commits of hub ids, and what
-    the recipe leaves open.
+    ConfigError where it differs in others. What a run itself chooses is no difference: the commits of hub ids, also
+    where the recipe has another branch or tag now, and those of CHOSEN that the recipe leaves open.
     """
-    saved, wanted = (validate(one.model_dump(context=ABSOLUTE)) for one in (resolve(run_dir / "config.toml"), recipe))
-    changed = [field for field in field_paths() if _is_other(value_at(saved, field), value_at(wanted, field))]
-    chosen = [field for field in changed if value_at(wanted, field) is None or field == "model.revision"]
+    found = (resolve(_saved_tables(run_dir)), recipe)
+    saved, wanted = (validate(one.model_dump(context=ABSOLUTE)) for one in found)
+    wanted = _with_commits_of(saved, wanted)
+    changed = [field for field in field_paths() if value_at(saved, field) != value_at(wanted, field)]
+    chosen = [field for field in changed if field in CHOSEN and value_at(wanted, field) is None]
     if refused := [field for field in changed if field not in (*RESUMED_WITH, *chosen)]:
         what = f"the recipe is not that of the run in '{run_dir}', which keeps its configuration"
         hint = "a run of that recipe needs a folder of its own"
@@ -241,11 +245,34 @@ def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
     return nested({field: value_at(wanted, field) for field in changed if field in RESUMED_WITH})
 
 
-def _is_other(saved: Any, wanted: Any) -> bool:
-    """Whether `wanted` says another thing than `saved`, in which hub ids have commits in place of branches."""
-    if saved == wanted:
-        return False
-    return re.sub(r"@[0-9a-f]{40}\b", "", repr(saved)) != re.sub(r"@(?![0-9a-f]{40}\b)[\w./-]+", "", repr(wanted))
+def _saved_tables(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise no_run(run_dir, "config.toml")
+    return read_toml(path)
+
+
+def _with_commits_of(saved: RunConfig, wanted: RunConfig) -> RunConfig:
+    """Return `wanted` with the commits that `saved` has of the same repositories, where `wanted` names no commit.
+
+    Each is looked for in the same field; in a list, the nth of a repository is compared with the nth.
+    """
+    if (revision := wanted.model.revision) is not None:
+        tables = {"model": {"path": f"{wanted.model.path}@{revision}", "revision": None}}
+        wanted = validate(merge(wanted.model_dump(), tables))
+    commits: dict[tuple[str, str], list[str]] = {}
+
+    def keep(field: str, path: str) -> str:
+        commits.setdefault((field, path.partition("@")[0]), []).append(path)
+        return path
+
+    def pinned(field: str, path: str) -> str:
+        same = commits.get((field, path.partition("@")[0]))
+        found = same.pop(0) if same else path
+        return found if re.fullmatch(_PINNED, found) and not re.fullmatch(_PINNED, path) else path
+
+    with_checkpoints(saved, keep)
+    return with_checkpoints(wanted, pinned)
 
 
 def value_at(config: BaseModel, path: str) -> Any:

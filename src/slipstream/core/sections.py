@@ -37,6 +37,8 @@ PolicyName = Literal["oldest_first", "drop_stale", "areal", "one_step", "sample_
 """Scheduling policies (`controller/schedule.py`, `controller/policies.py`)."""
 HARD_BOUND: tuple[PolicyName, ...] = ("oldest_first", "drop_stale", "one_step")
 """Policies under which no token is staler than `max_staleness`."""
+BY_PLACE: tuple[PolicyName, ...] = ("oldest_first", "one_step")
+"""Policies that admit a group by its place in the order of training: within the bound, none beyond the last step."""
 BY_VERSION: tuple[PolicyName, ...] = (*HARD_BOUND, "areal")
 """Policies that admit or discard by `max_staleness`, and so need versions that are fresh enough."""
 
@@ -395,8 +397,9 @@ class GeneratorConfig(Section):
     )
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
         "cpu",
-        description="What the native engine computes on: 'cpu', 'cuda' (replicas on the GPUs in turn) or 'cuda:N' (all "
-        "on one). Where the trainer computes on CUDA too, versions stay on GPUs (docs/weight_sync.md).",
+        description="What the native engine computes on: 'cpu', 'cuda' (replicas on the GPUs in turn, behind the "
+        "trainer's where there are enough) or 'cuda:N' (all on one). Where the trainer computes on CUDA too, versions "
+        "stay on GPUs (docs/weight_sync.md).",
     )
     kv_cache_gb: PositiveFloat | None = Field(
         None,
@@ -407,7 +410,9 @@ class GeneratorConfig(Section):
     gpu_share: Share | None = Field(
         None,
         description="Largest share of a GPU's memory that each rank of a replica takes, keys and values included. "
-        "null: 1 / replicas; where the trainer computes on the same GPU, what the plan says (docs/gpu.md).",
+        "null: all of it, in equal parts where several replicas of a run on one machine share it; where the trainer "
+        "computes there too, what the plan says (docs/gpu.md). Replicas that join a run from elsewhere need a number "
+        "where they share a GPU (docs/cluster.md).",
     )
     engine: Literal["native", "vllm"] = Field(
         "native", description="What decodes: Slipstream's own engine, or vLLM beside it (docs/vllm.md)."
@@ -485,7 +490,7 @@ class GeneratorConfig(Section):
 
 
 MAX_GROUP_SCORES = 4096
-"""Rewards that terms with per = 'group' give a group, all together: a worker's answer has at most 64 KiB."""
+"""Rewards that terms with per = 'group' give a group, all together: a worker's answer has at most 512 KiB."""
 FROM_JUDGE = "judge:"
 """Prefix of the function of a term that stands for one of `rewards.judges`: its name follows."""
 

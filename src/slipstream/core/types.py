@@ -252,7 +252,7 @@ class Swapped(Message):
 class CompletionFinished(Message):
     """A completion left the generator (it may not be scored yet). Its tokens are the sampled ones alone.
 
-    A resume brought `num_restored` of them.
+    A resume brought `num_restored` of them, or the replica `handed_over_by`, which began it and left (-1: none did).
     """
 
     ordinal: int
@@ -262,6 +262,7 @@ class CompletionFinished(Message):
     min_version: int
     max_version: int
     num_restored: int = 0
+    handed_over_by: int = -1
 
 
 class GroupScored(Message):

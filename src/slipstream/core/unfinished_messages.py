@@ -9,7 +9,7 @@ class Partial(Message, frozen=True):
     """The unfinished completion `sample` of group `ordinal` at a checkpoint: T >= 1 sampled tokens.
 
     `prompt_crc32` is that of the prompt's tokens, as bytes: what was sampled after another prompt is of no use.
-    `finish_reason` is there where the completion had ended.
+    `finish_reason` is there where the completion had ended. `handed_over_by`, where it had not: the replica that left.
     """
 
     ordinal: int
@@ -17,6 +17,7 @@ class Partial(Message, frozen=True):
     prompt_crc32: int
     segment: Segment
     finish_reason: FinishReason | None = None
+    handed_over_by: int = -1
 
     @property
     def versions(self) -> frozenset[int]:

@@ -125,7 +125,7 @@ class WeightsSubscriber(Protocol):
     def commit(self) -> Swap | None:
         """Switch to the pending version between two decode steps; None when none is pending.
 
-        Raises WeightSyncError, leaving the old version in place, when the probe disagrees.
+        Raises NotReproducedError, leaving the old version in place, when the probe disagrees.
         """
         ...
 

@@ -62,6 +62,7 @@ from slipstream.environments.protocol import (
     taken_by,
 )
 from slipstream.environments.sources import MakeEnvironment
+from slipstream.environments.trl import FactoryEnvironment
 
 if TYPE_CHECKING:
     from slipstream.environments.gateway import GatewayServer
@@ -321,7 +322,8 @@ class EpisodeHost:
         if isinstance(make, AgentMaker):
             return await self._run(hosted, make.agent, columns)
         environment = hosted.environment = await hosted.lane.call(make)
-        if inspect.iscoroutinefunction(environment.reset) and inspect.iscoroutinefunction(environment.step):
+        is_async = inspect.iscoroutinefunction(environment.reset) and inspect.iscoroutinefunction(environment.step)
+        if is_async and not isinstance(environment, FactoryEnvironment):  # whose object is called where it was made
             hosted.lane.rest()
         if message.state is not None:
             return await self._restore(hosted, message, start_s)

@@ -32,7 +32,7 @@ Body = Mapping[str, Any]
 MAX_MESSAGES = 4_096
 MAX_TOOLS = 128
 MAX_CALLS = 128
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_CHARS = 16, 4096
 MAX_NAME_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
@@ -115,6 +115,8 @@ def _stops(value: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(one, str) and one for one in stops):
         raise Refused(f"'stop' is a text, or a list of at most {MAX_STOPS} texts, none of them empty")
+    if max(map(len, stops), default=0) > MAX_STOP_CHARS:
+        raise Refused(f"a text of 'stop' has at most {MAX_STOP_CHARS:,} characters")
     return tuple(_whole(one) for one in stops)
 
 

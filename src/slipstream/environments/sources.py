@@ -234,7 +234,8 @@ def load(source: EnvironmentSource) -> MakeEnvironment:
 def with_tools_found(make: MakeEnvironment) -> tuple[MakeEnvironment, list[dict[str, Any]]]:
     """Return `make`, and the schemas of the tools of what it makes.
 
-    Only where these are an object's own one is made to see them; the first call returns that one.
+    Only where these are an object's own one is made to see them; the first call returns that one. That of a TRL
+    environment is dropped: each of its objects is made in the thread that calls it.
     """
     made = make.func if isinstance(make, partial) else make
     if isinstance(make, AgentMaker):
@@ -242,7 +243,8 @@ def with_tools_found(make: MakeEnvironment) -> tuple[MakeEnvironment, list[dict[
     if inspect.isclass(made) and getattr(made, "tool_schemas", None) in (None, Environment.tool_schemas):
         return make, []
     first = make()
-    return _starting_with(first, make), tool_schemas(first)
+    is_kept = not isinstance(first, FactoryEnvironment)
+    return _starting_with(first, make) if is_kept else make, tool_schemas(first)
 
 
 def _agent(source: EnvironmentSource, modules: dict[str, ModuleType]) -> Agent:

@@ -279,7 +279,9 @@ class ToolEnvironment(Environment):
             try:
                 text = self._result(await called(self.tools[name].function, **function["arguments"]))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is the model's to read
-                why = error
+                # A coroutine, in which the tool was called, cannot raise StopIteration.
+                is_stop = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+                why = error.__cause__ if is_stop else error
         if why is not None:
             self.num_tool_errors += 1
             text = self._error(why)

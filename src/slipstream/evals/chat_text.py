@@ -128,7 +128,9 @@ class ChatText:
         """
         text, stops = self._text(asked, tokens).rstrip("\ufffd"), asked.ask.wishes.stop
         ends = [text.find(one) for one in stops if one in text]
-        ends += [len(text) - n for one in stops for n in range(1, len(one)) if text.endswith(one[:n])]
+        ends += [
+            len(text) - n for one in stops for n in range(1, min(len(one), len(text) + 1)) if text.endswith(one[:n])
+        ]
         return text[: min(ends, default=None)]
 
     def _make(self, tools: list[dict[str, Any]] | None) -> Chat:

@@ -59,7 +59,7 @@ def eval_target(
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)
-    config = with_folders(pinned(config, tell=tell, only={"rewards.models.path"}), tell=tell)
+    config = with_folders(pinned(config, tell=tell, only={"rewards.models.path"}), tell=tell, is_first=True)
     _check_reward_models(config, run_dir)
     return checkpoint, config
 

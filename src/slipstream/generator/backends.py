@@ -46,6 +46,7 @@ def _native(here: Setting) -> Backend:
         replica=here.replica,
         parked_tokens=here.config.generator.parked_tokens if here.config.environment.is_set else 0,
         group=here.context.group,
+        is_remote=here.context.is_remote,
     )
 
 

@@ -13,11 +13,35 @@ USABLE_MEMORY = 0.85
 """Share of a GPU that is planned with; the rest is for activations, captured graphs and CUDA itself."""
 
 
-def replica_device(generator: GeneratorConfig, replica: int, num_gpus: int, rank: int = 0) -> torch.device:
-    """'cuda' deals the replicas' ranks out to the GPUs in turn; 'cuda:N' puts all of them on one."""
+def replica_device(
+    config: RunConfig, replica: int, num_gpus: int, rank: int = 0, *, is_remote: bool = False
+) -> torch.device:
+    """'cuda' deals the replicas' ranks out to the GPUs in turn; 'cuda:N' puts all of them on one.
+
+    `is_remote`: on a machine of which the run knows nothing, from its first GPU on; else from `first_gpu` on.
+    """
+    generator = config.generator
     if generator.device == "cuda":
-        return torch.device("cuda", (replica * generator.ranks + rank) % num_gpus)
+        first = 0 if is_remote else first_gpu(config, num_gpus)
+        return torch.device("cuda", (first + replica * generator.ranks + rank) % num_gpus)
     return torch.device(generator.device)
+
+
+def first_gpu(config: RunConfig, num_gpus: int) -> int:
+    """Return the GPU that the first replica is on: the one behind the trainer's, where there are enough for all of a
+    run's processes, of which those that score count from the last; else the first."""
+    trainer, generator, rewards, kl = config.trainer, config.generator, config.rewards, config.kl
+    teacher, critic = config.teacher, config.critic
+    if config.host != "process" or not trainer.device == generator.device == "cuda":
+        return 0
+    scoring = (
+        rewards.model_ranks if rewards.models and rewards.device == "cuda" else 0,
+        kl.ranks if kl.executor == "own" and kl.device == "cuda" else 0,
+        teacher.ranks if config.has_own_teacher and teacher.device == "cuda" else 0,
+        critic.ranks if config.has_own_critic and critic.device == "cuda" else 0,
+    )
+    needed = trainer.ranks + generator.replicas * generator.ranks + max(scoring)
+    return trainer.ranks if needed <= num_gpus else 0
 
 
 def most_on_one(generator: GeneratorConfig, num_gpus: int) -> int:
@@ -53,7 +77,7 @@ def check_device(config: RunConfig, *, local_world: int | None = None) -> None:
             allowed="generator.device = 'cuda' and as many GPUs",
         )
     devices = {
-        replica_device(generator, replica, num_gpus, rank)
+        replica_device(config, replica, num_gpus, rank)
         for replica in range(generator.replicas)
         for rank in range(generator.ranks)
     }
@@ -65,11 +89,13 @@ def check_device(config: RunConfig, *, local_world: int | None = None) -> None:
         check_precision(generator.precision, device)
 
 
-def kv_bytes_beside(weight_bytes: int, memory_bytes: int) -> int:
+def kv_bytes_beside(weight_bytes: int, memory_bytes: int, base_bytes: int = 0) -> int:
     """Keys and values that `memory_bytes` of a GPU have room for, beside weights of `weight_bytes`; for each engine.
+
+    `base_bytes`: the base of adapters, which is there once for both engines; `weight_bytes` are the adapters' then.
 
     While an evaluation runs there are two engines. Training's holds its weights twice, those that are live and those
     that arrive; the evaluation's once, and once more while it starts, before it takes its own keys and values.
     """
-    usable = USABLE_MEMORY * memory_bytes
+    usable = USABLE_MEMORY * memory_bytes - base_bytes
     return int(min((usable - 3 * weight_bytes) / 2, usable - 4 * weight_bytes))

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import torch
 
 from slipstream.core.config import RunConfig
@@ -31,7 +32,7 @@ from slipstream.core.service_messages import (
 )
 from slipstream.core.turn_messages import Observation
 from slipstream.core.types import Message, Stop
-from slipstream.core.unfinished_messages import HandedOver, Unfinished
+from slipstream.core.unfinished_messages import HandedOver, PartialEpisode, Unfinished
 from slipstream.generator.backend import Backend
 from slipstream.generator.backends import BACKENDS, Setting
 from slipstream.generator.completions import TRAIN_STREAM, request_of
@@ -91,7 +92,7 @@ class Generator(Executor):
             config, context, replica=self.replica, tokenizer=self.tokenizer, stop_ids=self.stop_ids
         )
         self.episodes = self._new_episodes() if config.environment.is_set else None
-        self.continued = Continued(config, max_len=self.backend.max_len, clock=context.clock)
+        self.continued = Continued(config, max_len=self.backend.max_len, clock=self.together.clock)
         self.saver = Saver()
         self._ends.callback(self.saver.close)
         self.evaluations = EvalJobs(self.backend, config.generator, context.spans, self.episodes)
@@ -302,11 +303,19 @@ class Generator(Executor):
         if self.context.group.world == 1:
             groups: dict[int, list[Unfinished]] = {}
             for one in self._partials(self.outgoing.rows):
-                groups.setdefault(one.ordinal, []).append(one)
+                groups.setdefault(one.ordinal, []).append(self._handed_over(one))
             for ordinal, partials in groups.items():
                 self.context.outputs["events"].put(HandedOver(ordinal=ordinal, partials=tuple(partials)))
             self._count(is_last=True)
         self._is_stopped = True
+
+    def _handed_over(self, one: Unfinished) -> Unfinished:
+        """Count the tokens that an unfinished completion got here, and mark it as this replica's."""
+        if isinstance(one, PartialEpisode) or one.finish_reason is not None:
+            return one  # its tokens were counted at its end
+        num_restored, _ = self.continued.take(one.ordinal, one.sample)
+        self.outgoing.generated_tokens += len(one.segment.tokens) - num_restored
+        return msgspec.structs.replace(one, handed_over_by=self.replica)
 
     def _request(self, message: Admit, sample: int) -> Request:
         """Return the request for one sample; ReMax's baseline, behind the group's own completions, is greedy."""
@@ -352,10 +361,10 @@ class Generator(Executor):
                     self.outgoing.pass_on_answer(one, *self.evaluations.take(one))
                 else:
                     if isinstance(one, EndedEpisode):
-                        num_restored = one.record.num_restored
+                        num_restored, by = one.record.num_restored, -1
                     else:
-                        num_restored = self.continued.take(one.ordinal, one.sample)
-                    told.append(self.outgoing.pass_on(one, num_restored=num_restored))
+                        num_restored, by = self.continued.take(one.ordinal, one.sample)
+                    told.append(self.outgoing.pass_on(one, num_restored=num_restored, handed_over_by=by))
             self.outgoing.tell(told)
 
     # Evaluation
@@ -377,5 +386,6 @@ class Generator(Executor):
             if self.episodes is not None:
                 values |= {name: float(count) for name, count in self.engine.session_counts.items()}
                 values |= {"open_episodes": float(len(self.episodes))}
-            self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
+            if self.together.is_leader:  # all ranks do the same work, and counts of several are added
+                self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
             self.context.spans.counter("tokens", **{RE_PREFILLED: values[RE_PREFILLED]})

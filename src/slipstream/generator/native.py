@@ -134,7 +134,7 @@ class NativeBackend(Backend):
 
     On the device that `config` gives `replica`: on CUDA weights lie in place and keys and values in pages. `is_paged`
     True has it so on a CPU as well, to try it. `parked_tokens` bounds what each of its engines keeps of episodes
-    between their turns (None: no bound).
+    between their turns (None: no bound). `is_remote`: no other replica is counted on its GPU.
 
     On several ranks (`group`) this is one rank's part of all that, and the ranks call everything here that computes,
     `probe` and the steps of engines, at the same moments and in the same order (`lockstep.py`). So the probe text does
@@ -161,6 +161,7 @@ class NativeBackend(Backend):
         is_paged: bool | None = None,
         group: RankGroup | None = None,
         parked_tokens: int | None = 0,
+        is_remote: bool = False,
     ) -> None:
         check_device(config, local_world=None if group is None else group.local_world)
         self._group = RankGroup.alone() if group is None else group
@@ -171,8 +172,9 @@ class NativeBackend(Backend):
             _, self._stages, self._tensor = self._group.split(*sizes, timeout_s=config.deadline_s)
         self._config, self._stop_token_ids, self._clock = config, stop_token_ids, clock
         self._tokenizer, self._parked_tokens = tokenizer, parked_tokens
-        self._device = replica_device(config.generator, replica, torch.cuda.device_count(), self._group.rank)
-        self._is_first = replica == 0
+        num_gpus = torch.cuda.device_count()
+        self._device = replica_device(config, replica, num_gpus, self._group.rank, is_remote=is_remote)
+        self._is_first, self._is_remote = replica == 0, is_remote
         self._captures = self._device.type == "cuda" and self._group.world == 1  # likely steps, at the start
         self._is_paged = self._device.type == "cuda" if is_paged is None else is_paged
         if self._device.type == "cuda":
@@ -290,8 +292,9 @@ class NativeBackend(Backend):
         if self._device.type != "cuda":
             return None
         memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        share = generator.gpu_share or 1 / most_on_one(generator, torch.cuda.device_count())
-        here = kv_bytes_beside(self.weights.num_bytes, int(share * memory_bytes))
+        beside = 1 if self._is_remote else most_on_one(generator, torch.cuda.device_count())
+        share = generator.gpu_share or 1 / beside
+        here = kv_bytes_beside(self.weights.num_bytes, int(share * memory_bytes), self.weights.base_bytes)
         return -int(self._group.max(torch.tensor(-here)))  # the same number of pages on every rank
 
     def _new_engine(

@@ -58,10 +58,10 @@ class Outgoing:
         if self.unsettled is not None:
             self.unsettled.rejoined(executor)
 
-    def pass_on(self, ended: Ended, *, num_restored: int = 0) -> CompletionFinished | None:
+    def pass_on(self, ended: Ended, *, num_restored: int = 0, handed_over_by: int = -1) -> CompletionFinished | None:
         """Send a finished completion of training to its verifier; return what the controller is to hear, from rank 0.
 
-        A resume brought `num_restored` of its tokens, the first ones.
+        A resume, or the replica `handed_over_by`, brought `num_restored` of its tokens, the first ones.
         """
         ordinal = ended.ordinal
         prompt, remaining = self.prompts.pop(ordinal)
@@ -89,6 +89,7 @@ class Outgoing:
             min_version=completion.min_version,
             max_version=completion.max_version,
             num_restored=completion.num_sampled - num_sampled_here,
+            handed_over_by=handed_over_by,
         )
 
     def pass_on_answer(self, ended: Ended, prompt: Prompt, eval_id: int) -> None:

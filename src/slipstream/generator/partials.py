@@ -57,14 +57,14 @@ def partial_of_finished(completion: Completion, row: Prompt) -> Unfinished:
 
 
 class Continued:
-    """The saved completions that a generator continues, and the number of tokens that each has brought."""
+    """The saved completions that a generator continues, and the tokens that each has brought."""
 
     def __init__(self, config: RunConfig, *, max_len: int, clock: Clock) -> None:
         self._max_len, self._clock = max_len, clock
         self._mixes_turns = config.mixes_turns
         self._spans_versions = config.weight_update == "in_flight" or config.generator.segment_tokens is not None
         self._keeps_bits = config.max_staleness == 0
-        self._num_tokens: dict[tuple[int, int], int] = {}
+        self._restored: dict[tuple[int, int], tuple[int, int]] = {}
 
     def split(
         self, requests: Sequence[Request], partials: Sequence[Unfinished], version: int
@@ -120,11 +120,11 @@ class Continued:
         return None
 
     def resumed(self, partial: Partial, request: Request) -> Request:
-        self._num_tokens[partial.ordinal, partial.sample] = len(partial.segment.tokens)
+        self._note(partial)
         return request.resumed_with(self._resume(partial))
 
     def finished(self, partial: Partial, request: Request) -> Finished:
-        self._num_tokens[partial.ordinal, partial.sample] = len(partial.segment.tokens)
+        self._note(partial)
         resume = self._resume(partial)
         assert partial.finish_reason is not None
         return Finished(
@@ -139,9 +139,13 @@ class Continued:
             routes=resume.routes,
         )
 
-    def take(self, ordinal: int, sample: int) -> int:
-        """Tokens of this completion that were not sampled here; asked once, when it is finished."""
-        return self._num_tokens.pop((ordinal, sample), 0)
+    def _note(self, partial: Partial) -> None:
+        self._restored[partial.ordinal, partial.sample] = len(partial.segment.tokens), partial.handed_over_by
+
+    def take(self, ordinal: int, sample: int) -> tuple[int, int]:
+        """Return the number of this completion's tokens that were not sampled here, and the replica that handed it
+        over, or -1; asked once, when it leaves."""
+        return self._restored.pop((ordinal, sample), (0, -1))
 
     def _resume(self, partial: Partial) -> Resume:
         """Its time begins anew: the clock that it was begun by may be another machine's."""

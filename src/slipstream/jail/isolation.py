@@ -132,7 +132,7 @@ def confine_files(scratch: str, needed: Iterable[str], *, private: Iterable[str]
     """Enter a mount namespace with all read-only but a tmpfs at `scratch`. False where that is not permitted.
 
     `private` folders, the account's home, folders shared by all, and those that another user cannot enter, become empty
-    except for what lies in `needed` folders (the interpreter's, and those modules are imported from). A needed folder
+    except for `needed` folders below them (the interpreter's, and those modules are imported from). A needed folder
     that is itself closed to others is of no use to another user, so it does not count.
     """
     if not _enter_mount_namespace():
@@ -163,20 +163,22 @@ def _hide(stash: str, needed: set[str], *, private: Iterable[str]) -> None:
     """Cover private folders with empty ones and put the `needed` folders below them back in their places."""
     closed = {folder for path in needed if (folder := _private_ancestor(path)) is not None}
     named = {os.path.realpath(path) for path in (*private, *_SHARED_FOLDERS, os.path.expanduser(f"~{_account()}"))}
-    existing = {path for path in named if path != "/" and os.path.isdir(path)}
-    private = _outermost((closed | existing) - needed)  # what is needed as a whole cannot be hidden
+    hidden = {path for path in named if path != "/" and os.path.isdir(path)}
+    needed = needed - hidden  # a run that starts in a home folder shows workers none of it
+    hidden |= closed - needed
     _call("mount", b"tmpfs", os.fsencode(stash), b"tmpfs", 0, b"mode=755")
-    kept = _outermost(path for path in needed if any(_is_below(path, folder) for folder in private))
-    for i, path in enumerate(kept):
-        target = os.path.join(stash, str(i))
+    kept = {path: str(i) for i, path in enumerate(needed) if any(_is_below(path, folder) for folder in hidden)}
+    for path, name in kept.items():
+        target = os.path.join(stash, name)
         os.mkdir(target)
         _call("mount", os.fsencode(path), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
     os.chdir(stash)  # its path may be hidden now
-    for folder in private:
-        _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755")
-    for i, path in enumerate(kept):
-        os.makedirs(path, exist_ok=True)
-        _call("mount", str(i).encode(), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
+    for path in sorted(hidden | kept.keys(), key=len):  # one may lie in another: a run in a project at home
+        if path in hidden:
+            _call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=755")
+        else:
+            os.makedirs(path, exist_ok=True)
+            _call("mount", kept[path].encode(), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/")
 

@@ -147,15 +147,18 @@ def pinned(
     return with_checkpoints(config, pin)
 
 
-def with_folders(config: RunConfig, *, tell: Tell | None = None) -> RunConfig:
+def with_folders(config: RunConfig, *, tell: Tell | None = None, is_first: bool = False) -> RunConfig:
     """Return `config` with folders of this machine's cache, filled where they are not, for its pinned hub ids.
 
-    What reads a checkpoint gets this; what is saved or sent to other machines keeps the ids.
+    What reads a checkpoint gets this; what is saved or sent to other machines keeps the ids. `is_first` in the process
+    that prepares a machine for the others: it alone asks the hub about a model in the cache that has no tokenizer.
     """
 
     def folder(field: str, path: str) -> str:
         wanted = hub_id(path)
-        return path if wanted is None or not wanted.is_pinned else str(_folder_of(wanted, field, tell))
+        if wanted is None or not wanted.is_pinned:
+            return path
+        return str((None if is_first else _cached(wanted, FILES)) or _folder_of(wanted, field, tell))
 
     return with_checkpoints(config, folder)
 
@@ -336,7 +339,7 @@ def _located(wanted: HubId, what: str, tell: Tell | None) -> HubId:
 def _folder_of(wanted: HubId, what: str, tell: Tell | None) -> Path:
     """Return the snapshot folder of a commit, filled where it is not.
 
-    One with the weights and no tokenizer may be what another program left: the hub is asked, once, what there is.
+    One with the weights and no tokenizer may be what another program left: the hub is asked what there is.
     """
     folder = _cached(wanted, FILES)
     if folder is not None and has_tokenizer(folder):

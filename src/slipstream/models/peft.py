@@ -282,7 +282,7 @@ def read_adapter(model: Transformer, path: Path) -> Transformer:
             value = stored.get_tensor(found[name])
             held = [shard for shard in base if shard.box.name == own.name]
             if value.shape != own.shape or not all(
-                torch.equal(value[shard.box.slices], shard.view.to(value.dtype)) for shard in held
+                torch.equal(value[shard.box.slices], shard.view.to(value)) for shard in held
             ):
                 raise ConfigError(
                     f"the adapter in {path} brings weights of a base, and they are not this one's", got=clip(name)

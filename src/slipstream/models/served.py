@@ -111,6 +111,7 @@ class FrozenBase:
 
     digest: str
     shapes: Mapping[str, AdapterShape]
+    num_bytes: int  # as stored
     version: _Version
 
     def adapted(self, weights: Mapping[str, Tensor], *, packs: bool) -> _Version:
@@ -315,7 +316,9 @@ class ServedWeights:
         _hollow_out(model)
         self._serving = _Skeleton(model)
         self._checking = self._serving.twin()
-        self.base = base if frozen is None else FrozenBase(digest, shapes, self._frozen(frozen, group))
+        self.base = (
+            base if frozen is None else FrozenBase(digest, shapes, frozen.num_bytes, self._frozen(frozen, group))
+        )
         self._parameters = {}
         if self._is_in_place:
             self._open_storage(flat if on_device else None)
@@ -325,6 +328,11 @@ class ServedWeights:
     @property
     def num_bytes(self) -> int:
         return self._layout.num_bytes
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes that lie beside all versions: of the adapters' base, which other engines share."""
+        return 0 if self.base is None else self.base.num_bytes
 
     @property
     def holding(self) -> Holding:

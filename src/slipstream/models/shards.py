@@ -156,6 +156,8 @@ def adapter_parts(shapes: Mapping[str, AdapterShape], ranks: Ranks) -> list[Part
 def whole_parameters(model: Transformer, *, of_base: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of the whole model that `model` is a part of, one at a time: of its base, or its adapters.
 
+    In host memory, wherever the model is.
+
     All ranks that share the model call this together, with what FSDP2 has gathered given up.
     """
     ranks, shapes, own = model.ranks, shapes_of(model), dict(model.named_parameters())
@@ -173,7 +175,7 @@ def whole_parameters(model: Transformer, *, of_base: bool) -> Iterator[tuple[str
         if name not in wanted:
             continue
         mine = own[name].detach() if name in own else torch.empty(0)
-        mine = cast("DTensor", mine).full_tensor() if is_dtensor(mine) else mine
+        mine = (cast("DTensor", mine).full_tensor() if is_dtensor(mine) else mine).cpu()
         if all(name in one and one[name].shape == parameter.shape for one in held):
             yield name, mine
             continue
@@ -206,7 +208,7 @@ def base_digest(model: Transformer) -> str:
     digest = hashlib.sha256()
     for name, parameter in whole_parameters(model, of_base=True):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(parameter.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(parameter.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

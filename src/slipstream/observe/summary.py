@@ -298,6 +298,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     stages: dict[str, dict[str, Any]] = {}  # `stage.json` of the other stages that are done, by name
     judges: dict[str, JudgeCounts] = {}  # by name
     rows: TrainedRows | None = None  # None before a step
+    resume_call: str | None = None  # what goes on with the run; None: `slipstream run --resume DIR`
 
     @classmethod
     def without_rl(cls, config: RunConfig, run_dir: Path, evaluation: dict[str, Any] | None) -> Summary:

@@ -108,6 +108,14 @@ class TokenRecorder:
         self.every = every
         self._max_bytes = max_bytes
         self._writer: JsonlWriter | None = JsonlWriter(path)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Write as few as before a resume: in a file of some size every second group is missing once it was thinned."""
+        if self._path.stat().st_size > self._max_bytes // 4:
+            ordinals = {line.ordinal for line in read_jsonl(self._path, TokenHead)} - {0}
+            while ordinals and not any(ordinal % (2 * self.every) for ordinal in ordinals):
+                self.every *= 2
 
     def record(self, lines: Sequence[TokenLine]) -> None:
         """Write the lines of whole groups, in any order, those of them that are due."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from slipstream.core.ranks import split_rank_name
 from slipstream.core.run_log import Decision, LoopState
-from slipstream.core.types import CompletionFinished, StartGroup
+from slipstream.core.types import CompletionFinished, ReplicaLost, StartGroup
 from slipstream.observe.states import DECODES
 from slipstream.observe.timeline import Counter, ProcessEnd, ProcessStart, Record, Slice
 
@@ -92,12 +92,12 @@ class UntrainedTokens:
         """Yield the waste that a decision makes. Decisions are taken in order.
 
         A second copy of a group may still be sampled when the group is settled: the first one was not lost with its
-        replica.
+        replica. What a replica handed over when it left is continued, so nothing of it is sampled again.
         """
         event, time_ns = decision.event, round(decision.time_s * 1e9)
         if isinstance(event, CompletionFinished):
             is_again = event.ordinal in self._again
-            if is_again:
+            if is_again and event.handed_over_by < 0:
                 yield Wasted(time_ns, "regenerated", event.num_tokens - event.num_restored)
             if event.ordinal in self.loop.groups or not is_again:
                 self._pending.setdefault(event.ordinal, {})[event.sample] = event.num_tokens
@@ -120,10 +120,17 @@ def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens])
     sampled, time_ns = UntrainedTokens(), 0
     begun = {number: replica.sampled for number, replica in replicas.items() if replica.sampled is not None}
     since_ns = {number: replicas[number].since_ns for number in begun}
+    lost_ns: dict[int, int] = {}
     for line in decisions:
         event, time_ns = line.event, round(line.time_s * 1e9)
-        if isinstance(event, CompletionFinished) and time_ns >= since_ns.get(event.replica, math.inf):
-            begun[event.replica] -= event.num_tokens - event.num_restored
+        if isinstance(event, ReplicaLost):
+            lost_ns[event.replica] = time_ns
+        elif isinstance(event, CompletionFinished):
+            if time_ns >= since_ns.get(event.replica, math.inf):
+                begun[event.replica] -= event.num_tokens - event.num_restored
+            by = event.handed_over_by
+            if lost_ns.get(by, -1) >= since_ns.get(by, math.inf):  # by its last process
+                begun[by] -= event.num_restored
         yield from sampled.take(line)
     for replica in replicas.values():
         yield from replica.re_prefilled

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from slipstream.core.config import RunConfig
-from slipstream.generator.device import USABLE_MEMORY, most_on_one
+from slipstream.generator.device import USABLE_MEMORY, first_gpu, most_on_one
 from slipstream.models.hub import with_folders
 from slipstream.models.preflight import check_policy
 from slipstream.plan.counts import BYTES
@@ -41,7 +41,8 @@ def with_sizes(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[RunC
     if generator.prefill_tokens is None:
         chosen["prefill_tokens"] = prefill_tokens_on(device, config)
     if generator.num_slots is None:
-        beside = most_on_one(generator, num_gpus) + (config.trainer.device == "cuda" and config.host == "process")
+        is_shared = config.trainer.device == "cuda" and config.host == "process" and not first_gpu(config, num_gpus)
+        beside = most_on_one(generator, num_gpus) + is_shared
         share = generator.gpu_share or 1 / beside
         chosen["num_slots"] = rows_on(device, config, USABLE_MEMORY * share * found.total_memory)
     told = ", ".join(f"generator.{name} = {value}" for name, value in chosen.items())

@@ -103,7 +103,13 @@ def critic_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
     if path is not None and stage_of(path) is None:
         shape = replace(config_from_hf(read_hf_config(Path(path))), max_positions=shape.max_positions)
     costs = costs_of(config, shape)
-    layout = replace(_layout(config, shape, costs), devices=critic.ranks, tensor_parallel=critic.tensor_parallel)
+    layout = replace(
+        _layout(config, shape, costs),
+        devices=critic.ranks,
+        tensor_parallel=critic.tensor_parallel,
+        context_parallel=1,
+        expert_parallel=1,
+    )
     return costs.critic_memory(layout)
 
 
@@ -121,6 +127,10 @@ def _layout(config: RunConfig, shape: TransformerConfig, costs: CostModel) -> Tr
         keeps_products=trainer.recompute and not trainer.recompute_products,
         reduce_once=trainer.reduce_once,
         offloads_moments=trainer.offload_moments,
+        pipeline_parallel=trainer.pipeline_parallel,
+        chunks=trainer.pipeline_chunks,
+        context_parallel=trainer.context_parallel,
+        expert_parallel=trainer.expert_parallel,
     )
 
 
@@ -131,12 +141,18 @@ def generator_bytes(config: RunConfig, shape: TransformerConfig, *, all_slots: b
     """
     generator, costs = config.generator, costs_of(config, shape)
     slots = generator.rows if all_slots else 1
-    ranks = generator.tensor_parallel
-    parts = costs.generator_memory(
-        GeneratorLayout(devices=ranks, tensor_parallel=ranks, slots=slots, precision=generator.precision)
+    layout = GeneratorLayout(
+        devices=generator.ranks,
+        tensor_parallel=generator.tensor_parallel,
+        slots=slots,
+        precision=generator.precision,
+        pipeline_parallel=generator.pipeline_parallel,
     )
-    weights, kept = parts["weights"], parts["keys_and_values"]  # the evaluations' come when its weights are there once
-    return Parts({"weights": 3 * weights, "keys_and_values": kept + max(kept, weights)})
+    parts = costs.generator_memory(layout)
+    version, kept = parts["shadow"], parts["keys_and_values"]
+    base = parts["weights"] - version  # of adapters: all engines share it
+    # An evaluation's keys and values come when its weights are there once.
+    return Parts({"weights": base + 3 * version, "keys_and_values": kept + max(kept, version)})
 
 
 def costs_of(config: RunConfig, shape: TransformerConfig, on: GpuCluster | None = None) -> CostModel:
@@ -169,8 +185,8 @@ def _sides(config: RunConfig, remote: Collection[str]) -> dict[int, Counter[str]
             found.setdefault(rank % num_gpus, Counter())["trainer"] += 1
     if generator.device != "cpu" and "generator" not in remote:
         for replica in range(generator.replicas):
-            for rank in range(generator.tensor_parallel):
-                gpu = replica_device(generator, replica, num_gpus, rank).index or 0
+            for rank in range(generator.ranks):
+                gpu = replica_device(config, replica, num_gpus, rank).index or 0
                 found.setdefault(gpu, Counter())["generator"] += 1
     if config.has_own_critic and config.critic.device == "cuda" and "critic" not in remote:
         for rank in range(config.critic.ranks):

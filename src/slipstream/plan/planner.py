@@ -211,8 +211,8 @@ class PlanRow:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """An answer. `rows`: the best configurations under the recommended bound, best first; `by_staleness`: the best one
-    for each bound that was tried, and that for k = 1 with k = 0; `synchronous`: the best one whose executors take turns
-    on the same devices; `usable_bytes`: of one of the devices, or of a machine with so many cores."""
+    for each bound that was tried, for k = 0 of those found for k = 1; `synchronous`: the best one whose executors take
+    turns on the same devices; `usable_bytes`: of one of the devices, or of a machine with so many cores."""
 
     workload: Workload
     num_devices: int
@@ -263,15 +263,15 @@ def best_rows(
 ) -> tuple[tuple[PlanRow, ...], tuple[PlanRow, ...]]:
     """Return the best configurations under the recommended bound, and the best one for each bound.
 
-    `tables` has what was found for each bound, fastest first.
+    `tables` has what was found for each bound, fastest first by the cost model; the first `num_rows` are rehearsed.
     """
 
     def row(found: Found) -> PlanRow:
         return PlanRow(found=found, rehearsed=rehearsed(found))
 
-    best = {bound: row(table[0]) for bound, table in tables.items()}
-    bound = recommended(steps_of(best.values()))
-    return ranked((best[bound], *map(row, tables[bound][1:num_rows]))), tuple(best.values())
+    rows = {bound: ranked(map(row, table[:num_rows])) for bound, table in tables.items()}
+    best = tuple(of_bound[0] for of_bound in rows.values())
+    return rows[recommended(steps_of(best))], best
 
 
 def plan_for_cluster(
@@ -295,9 +295,9 @@ def plan_for_cluster(
         raise _too_small(model, search, precisions, max_stages)
     found = {bound: list(table.values()) for bound, table in tables.items()}
     # Executors on devices of their own, of which one works at a time.
-    in_turns = replace(found[1][0], max_staleness=0, longest_s=0.0)
+    in_turns = [replace(one, max_staleness=0, longest_s=0.0) for one in found[1]]
     rows, by_staleness = best_rows(
-        {0: [in_turns]} | found, lambda one: rehearse(model, one.side_by_side, one.max_staleness), num_rows
+        {0: in_turns} | found, lambda one: rehearse(model, one.side_by_side, one.max_staleness), num_rows
     )
     chosen, synchronous = rows[0].found, best_synchronous(model, space)
     why = [

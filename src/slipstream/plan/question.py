@@ -251,7 +251,8 @@ def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[s
         sessions=question.sessions,
     )
     longest = max_new_tokens(question, subject, lengths)
-    longest += math.ceil(workload.turns.given_mean)
+    if (question.turns, question.given_tokens) != (None, None):  # episodes of a run did fit
+        longest += math.ceil(workload.turns.given_mean)
     if lengths.prompt_mean + longest > subject.shape.max_positions:
         raise ConfigError(
             "prompts and completions do not fit the model",

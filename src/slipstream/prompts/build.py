@@ -97,9 +97,9 @@ class _Collector:
         held_out = f", {self.num_held_out} of them held out" * (self.num_held_out > 0)
         return f"{self.num_candidates} rows ({self.num_duplicates} repeated{held_out}, {self.num_too_long} too long)"
 
-    def hold_out(self, prompts: Iterable[Prompt], template: Template) -> None:
-        """Take none of these for training, in their own words or in those of `template`, the training data's."""
-        self.held_out = {held for prompt in prompts for held in _ids(prompt, template)}
+    def hold_out(self, prompts: Iterable[Prompt]) -> None:
+        """Take none of these for training, in their own words or in those of the training data's template."""
+        self.held_out = {held for prompt in prompts for held in _ids(prompt, self.encoder)}
 
     def holds_out(self, key: str, row: PromptRow) -> bool:
         """Tell whether a row of the training data is held out, with its system message or without."""
@@ -148,7 +148,7 @@ def build_prompts(
         one.name: held_out_prompts(config.for_set(one.name), tokenizer, tools, one.num_prompts, needed)
         for one in config.eval.sets
     }
-    collector.hold_out(chain.from_iterable(sets.values()), Template.of(settings))
+    collector.hold_out(chain.from_iterable(sets.values()))
     if settings.streaming:
         return _streamed(settings, collector, config.seed, sets)
     if tasks:
@@ -166,7 +166,7 @@ def build_prompts(
         num_candidates=collector.num_candidates,
         num_duplicates=collector.num_duplicates,
         num_too_long=collector.num_too_long,
-        overlap=_overlap(train, held_out, sets, settings),
+        overlap=_overlap(train, held_out, sets, collector.encoder),
         num_held_out=collector.num_held_out,
         max_tokens=settings.max_prompt_tokens or 0,
         longest=max(len(prompt.tokens) for prompt in chain(train, held_out, *sets.values())),
@@ -241,7 +241,7 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
 
     train, most = StreamedPrompts(batches, seed, settings.shuffle_buffer), settings.max_prompt_tokens or 0
     counts = (collector.num_candidates, collector.num_duplicates, collector.num_too_long)
-    overlap = _overlap(train.prompts, held_out, sets, settings)
+    overlap = _overlap(train.prompts, held_out, sets, encoder)
     report = PromptReport(len(train), len(held_out), *counts, overlap, most, most)
     report = replace(report, sets={name: len(prompts) for name, prompts in sets.items()})
     return PromptSet(train, held_out, report, {}, sets)
@@ -256,33 +256,33 @@ def prompts_that_fit(config: RunConfig) -> PromptsConfig:
     return config.prompts.model_copy(update={"max_prompt_tokens": config.longest_prompt(max_positions(config))})
 
 
-def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt], template: Template | None = None) -> int:
+def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt], encoder: Encoder | None = None) -> int:
     """Held-out prompts whose normalised text is also a training prompt's; computed from the prompts alone.
 
-    With the training data's `template` also those whose row has such a text in its words.
+    With the training data's `encoder` also those whose row has such a text in its template's words.
     """
     seen = {one for prompt in train for one in _ids(prompt)}
-    return sum(not seen.isdisjoint(_ids(prompt, template)) for prompt in held_out)
+    return sum(not seen.isdisjoint(_ids(prompt, encoder)) for prompt in held_out)
 
 
 def _overlap(
-    train: Iterable[Prompt], held_out: list[Prompt], sets: Mapping[str, list[Prompt]], settings: PromptsConfig
+    train: Iterable[Prompt], held_out: list[Prompt], sets: Mapping[str, list[Prompt]], encoder: Encoder
 ) -> int:
     if not sets:
         return count_overlap(train, held_out)
-    return count_overlap(train, chain.from_iterable(sets.values()), Template.of(settings))
+    return count_overlap(train, chain.from_iterable(sets.values()), encoder)
 
 
-def _ids(prompt: Prompt, template: Template | None = None) -> set[str]:
-    """Return the id of a prompt, and that of what another `template` makes of its row.
+def _ids(prompt: Prompt, encoder: Encoder | None = None) -> set[str]:
+    """Return the id of a prompt, and that of what another template, that of `encoder`, makes of its row.
 
     That makes something of a text, or of a chat of one message, whose row has the template's columns.
     """
     said = without_system(prompt.messages)
     is_text = said is None or (len(said) == 1 and id_of(row_key(prompt.text, said)) == prompt.prompt_id)
     ids = {id_of(row_key(prompt.text, None)) if said is None else prompt.prompt_id}
-    if template is not None and is_text and template.columns <= {PROMPT, *prompt.columns}:
-        ids.add(id_of(row_key(template.render(prompt.columns), None)))
+    if encoder is not None and is_text and (text := encoder.text_of(prompt.columns)) is not None:
+        ids.add(id_of(row_key(text, None)))
     return ids
 
 

@@ -74,6 +74,8 @@ class Posts:
         }
 
 
+COMPOSITE = "composite"
+"""A mixture of other tasks by reasoning-gym's own means, which is refused."""
 OWN_TASKS: dict[str, Callable[..., Any]] = {"posts": Posts}
 """Beside reasoning-gym's, of the same form; rewards other than 'task' score them."""
 
@@ -85,12 +87,19 @@ def _datasets() -> Mapping[str, Any]:
 
 
 def task_names() -> list[str]:
-    """Names of all reasoning-gym datasets, and of our own."""
-    return sorted([*_datasets(), *OWN_TASKS])
+    """Names of all reasoning-gym datasets but the one that is a mixture of others, and of our own."""
+    return sorted({*_datasets(), *OWN_TASKS} - {COMPOSITE})
 
 
 def check_task_names(tasks: Sequence[TaskConfig]) -> None:
     """Raise ConfigError for a task that there is not. Imports reasoning-gym only where its files leave that open."""
+    if any(task.name == COMPOSITE for task in tasks):
+        raise ConfigError(
+            f"task '{COMPOSITE}' hides which tasks it has, and so which verifiers are unsafe",
+            got=COMPOSITE,
+            allowed="each of its tasks, as an entry of prompts.tasks",
+            hint="the `weight` of an entry is its share of the prompts",
+        )
     asked = {task.name for task in tasks} - OWN_TASKS.keys()
     if not asked or asked <= (known := _names_in_files()):
         return

@@ -173,6 +173,12 @@ class Encoder:
             for i, row in enumerate(rows)
         ]
 
+    def text_of(self, columns: Mapping[str, Any]) -> str | None:
+        """Return what the template makes of a row's columns, shortened as such a row; None where it lacks some."""
+        if not self._template.columns <= {PROMPT, *columns}:
+            return None
+        return self.shortened(PromptRow(text=self._template.render(columns), task="", columns=dict(columns))).text
+
     def shortened(self, row: PromptRow) -> PromptRow:
         """`row`, or what `prompts.too_long` makes of it where its prompt does not fit; chats stay as they are."""
         if self._config.too_long == "drop" or row.messages is not None or self.fits(self.encode([row])[0]):

@@ -6,6 +6,7 @@ should print stays here. Tests in Python run in a jail beside the program's (`ja
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from slipstream.core.errors import ConfigError
-from slipstream.rewards.jailed import PASSED
+from slipstream.rewards.jailed import FAILED, IDLE
 from slipstream.rewards.launcher import PROBE, REPLY, REQUEST, SCRIPT, TESTS, ProcessLimits
 from slipstream.rewards.protocol import RewardJob
 
@@ -24,6 +25,7 @@ Scorer = Callable[[RewardJob], float | None]
 
 _LAUNCHER_DIED = 70  # exit code (EX_SOFTWARE): a worker without its launcher is of no use
 _SHARE_OF_DEADLINE = 0.8  # of rewards.timeout_s, for the tests of one program; past it the worker would be killed
+_VALUES = (ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple)
 _PYTHON = {"", "python", "python3", "py"}
 _MAX_SOURCE_BYTES = 1 << 20  # of all the tests of a row in Python; programs are bounded by rewards.max_chars
 
@@ -54,16 +56,33 @@ class Programs:
             code = self._request(SCRIPT, limits, [program.readable, stdin.readable, stdout.writable])
             return stdout.content(limits.file_bytes).decode("utf-8", "replace") if code == 0 else None
 
-    def run_tests(self, source: str, tests: Sequence[str], limits: ProcessLimits, *, total_s: float) -> list[bool]:
-        """For each of `tests` whether it passes. `limits.seconds` is for each, `total_s` for all."""
+    def run_tests(
+        self, source: str, tests: Sequence[str], limits: ProcessLimits, *, end_s: float, may_stop: bool
+    ) -> int:
+        """Count the `tests` that pass; `may_stop` at the first that does not. `limits.seconds` is for each.
+
+        Tests behind one that the program does not outlive are asked of a new process. ValueError where all end well
+        and none asks anything of the program: they would pass for any.
+        """
+        told = b""
+        while len(told) < len(tests):
+            remaining_s = max(0.01, end_s - time.monotonic())
+            told += self._verdicts(source, tests[len(told) :], limits, total_s=remaining_s) or FAILED
+            if (may_stop and FAILED in told) or time.monotonic() >= end_s:
+                break
+        if told == IDLE * len(tests):
+            raise ValueError("no test asks anything of the program; a test in Python calls its functions itself")
+        return len(told) - told.count(FAILED)
+
+    def _verdicts(self, source: str, tests: Sequence[str], limits: ProcessLimits, *, total_s: float) -> bytes:
+        """Return those on the first of `tests`, up to one that the program does not outlive."""
         content = json.dumps([limits.seconds, list(tests)]).encode()
         if len(content) > _MAX_SOURCE_BYTES:
             raise ValueError(f"tests of {len(content)} bytes, at most {_MAX_SOURCE_BYTES} allowed")
         with _UnnamedFile(_bytes(source)) as program, _UnnamedFile(content) as file, _UnnamedFile() as verdicts:
             all_of_them = ProcessLimits(total_s, limits.memory_bytes, limits.file_bytes)
             self._request(TESTS, all_of_them, [program.readable, file.readable, verdicts.writable])
-            told = verdicts.content(len(tests))
-            return [told[i : i + 1] == PASSED for i in range(len(tests))]
+            return verdicts.content(len(tests))
 
     def _request(self, what: int, limits: ProcessLimits, files: list[int]) -> int:
         """The exit code, or minus the signal."""
@@ -133,7 +152,14 @@ def code_reward(
             raise ConfigError(f"{name} of reward 'code' must be a positive number", got=repr(value))
     if not isinstance(tests, str):
         raise ConfigError("tests of reward 'code' must name a column", got=repr(tests))
-    limits = ProcessLimits(float(test_timeout_s), int(memory_mb) << 20, int(max_output_kb) << 10)
+    if max_tests < 1 or max_tests != int(max_tests):
+        raise ConfigError("max_tests of reward 'code' must be an integer", got=repr(max_tests), allowed="1 or more")
+    limits = ProcessLimits(float(test_timeout_s), int(memory_mb * (1 << 20)), int(max_output_kb * 1024))
+    if not (limits.memory_bytes and limits.file_bytes):
+        raise ConfigError(
+            "memory_mb and max_output_kb of reward 'code' must be a byte at least",
+            got=f"memory_mb = {memory_mb}, max_output_kb = {max_output_kb}",
+        )
 
     def score(job: RewardJob) -> float | None:
         column = job.answer if tests == "answer" else job.columns.get(tests)
@@ -166,7 +192,7 @@ def _passed(
     in_python = [test for test in tests if isinstance(test, str)]
     passed = 0
     if in_python:
-        passed += sum(programs.run_tests(source, in_python, limits, total_s=max(0.01, end_s - time.monotonic())))
+        passed += programs.run_tests(source, in_python, limits, end_s=end_s, may_stop=may_stop)
     for test in tests:
         if isinstance(test, str):
             continue
@@ -219,19 +245,30 @@ def parse_tests(column: Any) -> list[InOut | str]:
     {"inputs", "outputs", "fn_name": "f"}            calls: a list of arguments, and the value (or [the value])
     [{"input": "...", "output": "..."}, ...]         standard input and output
     ["assert f(1) == 2", ...]                        Python, each a test (MBPP)
-    "def check(): ..."                               Python, one test; or any of the above as JSON
+    "for i in range(9): assert f(i) == i"            Python, one test; or any of the above as JSON
     """
     if isinstance(column, str):
         try:
             decoded = json.loads(column)
         except ValueError:
-            return [column]
-        return parse_tests(decoded) if isinstance(decoded, (dict, list)) else [column]
+            decoded = None
+        return parse_tests(decoded) if isinstance(decoded, (dict, list)) else [_python(column)]
     if isinstance(column, Mapping):
         return _of_table(column)
     if isinstance(column, list):
         return [_of_entry(entry) for entry in column]
     raise ValueError(f"tests are text, a list or an object, not {type(column).__name__}")
+
+
+def _python(text: str) -> str:
+    """Return `text`; ValueError where it is no Python, or a mere value: JSON with a fault, or the `repr` of tests."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError as error:
+        raise ValueError(f"tests are neither JSON nor Python: {error}") from error
+    if not body or (len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, _VALUES)):
+        raise ValueError("tests are neither JSON nor Python that asks anything")
+    return text
 
 
 def _of_entry(entry: Any) -> InOut | str:

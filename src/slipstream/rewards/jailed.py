@@ -13,6 +13,7 @@ Only the standard library; a process is forked with this in memory, and ends in 
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import json
@@ -29,14 +30,16 @@ MAX_FRAME_BYTES = 4 << 20
 _MAX_HANDLES = 10_000
 _DECIMAL_BELOW = 1 << 1024  # Python writes no integer of more than 4,300 digits, and takes time by their square
 _LENGTH = struct.Struct("<I")
-PASSED, FAILED = b"1", b"0"
+PASSED, FAILED, IDLE = b"1", b"0", b"?"
+"""Verdicts on tests; IDLE where one has ended well and asked nothing of the program."""
 
 
 def run_script(program: int) -> NoReturn:
     """Run the program in file `program` as `__main__`. Exit code 0 when it ended by itself without an exception."""
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    sys.argv = ["program.py"]
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, argv=["program.py"])
+    atexit._clear()
     code = 1
     try:
         _execute(_compiled(program), _module("__main__"))
@@ -50,10 +53,10 @@ def run_script(program: int) -> NoReturn:
 
 def _finish(code: int) -> NoReturn:
     try:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-        sys.stdout.flush()
+        threading._shutdown()  # type: ignore[attr-defined]  # joins threads, those of executors too
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.__stdout__)):
+            stream.flush()
     except BaseException:  # noqa: BLE001 - standard output may be full, or anything by now
         code = 1
     os._exit(code)
@@ -83,7 +86,10 @@ def serve_calls(program: int, peer: int) -> NoReturn:
 
 
 def run_tests(tests: int, peer: int, verdicts: int) -> NoReturn:
-    """Run the tests in file `tests` (JSON: seconds for each, sources) and write PASSED or FAILED for each in turn."""
+    """Run the tests in file `tests` (JSON: seconds for each, sources) and write a verdict on each in turn.
+
+    Ends when all have one, or the program is lost: those behind are to be asked of a new one.
+    """
     with open(tests, encoding="utf-8") as file:
         seconds, sources = json.load(file)
     program = _Program(peer)
@@ -91,15 +97,17 @@ def run_tests(tests: int, peer: int, verdicts: int) -> NoReturn:
     signal.signal(signal.SIGALRM, _too_late)
     for source in sources:
         signal.setitimer(signal.ITIMER_REAL, seconds)
+        program.is_asked = False
         try:
-            program.check()
-            exec(compile(source, "tests.py", "exec"), scope)
-            verdict = PASSED
+            exec(compile(source, "tests.py", "exec", dont_inherit=True), scope)
+            verdict = PASSED if program.is_asked else IDLE
         except BaseException as error:  # noqa: BLE001 - whatever a test raises, it did not pass
             verdict = FAILED
             program.is_lost |= isinstance(error, _TooLateError)
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.write(verdicts, verdict)
+        if program.is_lost:
+            break
     os._exit(0)
 
 
@@ -117,7 +125,7 @@ def _too_late(_number: int, _frame: FrameType | None) -> None:
 
 def _compiled(file: int) -> CodeType:
     with open(file, encoding="utf-8") as source:
-        return compile(source.read(), "program.py", "exec")
+        return compile(source.read(), "program.py", "exec", dont_inherit=True)
 
 
 def _module(name: str) -> ModuleType:
@@ -127,6 +135,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _execute(code: CodeType, module: ModuleType) -> None:
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # the module `site`, which has not been imported, makes them
     exec(code, vars(module))
 
 
@@ -212,6 +221,7 @@ class _Served:
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}  # by the object's id
 
     def answer(self, request: Any) -> Any:
         operation, target, *arguments = request
@@ -231,10 +241,12 @@ class _Served:
         return _OPERATIONS[operation](subject)
 
     def _refer(self, value: Any) -> int:
-        if len(self._objects) >= _MAX_HANDLES:
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == _MAX_HANDLES:
             raise ValueError(f"more than {_MAX_HANDLES} objects")
-        self._objects.append(value)
-        return len(self._objects) - 1
+        if number == len(self._objects):
+            self._objects.append(value)  # alive from now on, so that no other gets its id
+        return number
 
 
 class _Program:
@@ -242,10 +254,12 @@ class _Program:
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
-        self.is_lost = False
+        self.is_lost = self.is_asked = False
 
     def ask(self, operation: str, target: str | int, *arguments: Any) -> Any:
-        self.check()
+        self.is_asked = True
+        if self.is_lost:
+            raise _LostError
         try:
             _send(self._peer, _body([operation, target, *arguments]))
             reply = _receive(self._peer)
@@ -257,10 +271,6 @@ class _Program:
             self.is_lost = True
             raise _LostError from nonsense
         raise raised
-
-    def check(self) -> None:
-        if self.is_lost:
-            raise _LostError
 
     def _handle(self, number: Any) -> _Handle:
         if type(number) is not int:
@@ -278,7 +288,7 @@ def _exception(name: str, text: str) -> Exception:
 
 
 class _Handle:
-    """An object of the program, as the tests see it. Equal to itself only: its own `__eq__` is never asked."""
+    """An object of the program, as the tests see it. Equal to the same object only: its own `__eq__` is never asked."""
 
     def __init__(self, program: _Program, number: int) -> None:
         self.__program, self.__number = program, number
@@ -287,6 +297,12 @@ class _Handle:
         return self.__program.ask(operation, self.__number, *arguments)
 
     def _own_number(self) -> int:
+        return self.__number
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Handle and other._own_number() == self.__number
+
+    def __hash__(self) -> int:
         return self.__number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

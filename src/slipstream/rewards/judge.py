@@ -21,6 +21,7 @@ import regex
 
 from slipstream.core.endpoint import MAX_BACKOFF_S, AttemptFailed, ChatEndpoint, RequestRefused, marked
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import shown
 from slipstream.core.sections import JudgeTerm, RewardsConfig
 from slipstream.core.types import Prompt
 from slipstream.rewards.awaited import NoScore, Seat
@@ -212,12 +213,23 @@ def _chat(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _said(message: Mapping[str, Any]) -> str:
     """Return a message's text, and under it each call of a tool: name(arguments), or why it could not be read."""
-    calls = [(call.get("error"), call.get("function") or {}) for call in message.get("tool_calls") or ()]
-    lines = [
-        f"{of.get('name')}({json.dumps(of.get('arguments'), ensure_ascii=False)})" if error is None else str(error)
-        for error, of in calls
-    ]
+    calls = message.get("tool_calls") or []
+    lines = [_called(call) for call in (calls if isinstance(calls, list) else [calls])]
     return "\n".join([message["content"], *lines] if message.get("content") else lines)
+
+
+def _called(call: Any) -> str:
+    """Return a call as text. One in a row's prompt may have any form: without "function", or as JSON text."""
+    if not isinstance(call, Mapping):
+        return call if isinstance(call, str) else shown(call)
+    if call.get("error") is not None:
+        return str(call["error"])
+    function = call.get("function") or call
+    if not isinstance(function, Mapping) or "name" not in function:
+        return shown(call)
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{function['name']}({text})"
 
 
 def _field_of(text: str, name: str) -> float | None:

@@ -71,6 +71,8 @@ class RewardLog:
             raise ValueError(f"{what} takes {MAX_LOGGED_NAMES} names in a call")
 
     def _cell(self, value: Any) -> Cell:
+        if hasattr(value, "item") and hasattr(value, "ndim") and value.ndim == 0:
+            value = value.item()  # a number of numpy's or torch's
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int) and abs(value) < 2**63:

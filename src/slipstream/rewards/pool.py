@@ -282,5 +282,8 @@ def _explained(failure: str, slot: _Slot) -> str:
 
 def _setup_hint(error: str) -> str:
     if "No module named" in error:
-        return "is it installed in this environment, or on PYTHONPATH? An import inside the function comes later"
+        return (
+            "is it installed in this environment, or on PYTHONPATH? An import inside the function comes later. A "
+            "module that lies in the home folder itself, or in /tmp, is hidden from workers: move it to a folder below"
+        )
     return "a worker has no network, and few environment variables: see rewards.environment"

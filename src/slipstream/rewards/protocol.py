@@ -9,7 +9,8 @@ import msgspec
 from slipstream.jail.protocol import SetupFailed, TriedNetwork, WorkerReady
 from slipstream.rewards.logged import Logged
 
-MAX_RESULT_BYTES = 128 * 1024  # a larger frame from a worker is an attack or a bug: the worker is killed
+MAX_RESULT_BYTES = 512 * 1024
+"""What `log_extra` takes, in UTF-8, and scores. A larger frame is an attack or a bug: its worker is killed."""
 
 Per = Literal["completion", "group"]
 

@@ -40,6 +40,7 @@ from slipstream.stages.reward_model import read_preferences
 from slipstream.stages.rl import FromPython, resume_rl, run_rl, tell
 from slipstream.stages.run_folder import is_rl_done
 from slipstream.stages.sft import stage_demonstrations
+from slipstream.trainer.checkpoint_folder import newest_first
 
 
 def check_stages(
@@ -196,7 +197,7 @@ def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
         return found
     local = with_folders(with_stage_paths(config, run_dir))
     check(local, given=given.functions, environments=given.environments, remote=given.remote)
-    if (run_dir / "ledger.jsonl").exists():
+    if (run_dir / "ledger.jsonl").exists() or newest_first(run_dir / "checkpoints"):  # these need the ledger
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)
 

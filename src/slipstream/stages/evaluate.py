@@ -86,7 +86,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
         with times.span("score"):
             found[moment] = {
                 "gold": _gold(gold[moment], gold["references"], settings.num_samples),
-                "reward_models": _means(proxy[moment], models) if models else None,
+                **_by_models(gold[moment], proxy[moment], models),
                 "judge": _judged(judge, written[moment], references) if judge.is_given and references else None,
             }
         with times.span("reference"):
@@ -96,7 +96,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
         found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
         if config.environment.is_set:
             found[moment]["episodes"] = _episodes(written[moment])
-    found["references"] = _of_references(gold["references"], proxy["references"], models)
+    found["references"] = _by_models(gold["references"], proxy["references"], models)
     found |= times.so_far()
     replace_file(run_dir / EVALUATION_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     return found
@@ -194,12 +194,10 @@ def _means(rollouts: Sequence[Rollout], models: Sequence[RewardModelTerm]) -> di
     }
 
 
-def _of_references(
-    gold: Sequence[Rollout], proxy: Sequence[Rollout], models: Sequence[RewardModelTerm]
-) -> dict[str, Any]:
-    """Return the references' mean scores by the reward models, and how many of them gold could not score."""
-    num_failed = sum(rollout.failure is not None for rollout in gold)
-    return {"reward_models": _means(proxy, models) if models and proxy else None, "num_failed": num_failed}
+def _by_models(gold: Sequence[Rollout], proxy: Sequence[Rollout], models: Sequence[RewardModelTerm]) -> dict[str, Any]:
+    """Return the mean scores by the reward models, and how many completions gold or these could not score."""
+    failed = {at for scored in (gold, proxy) for at, rollout in enumerate(scored) if rollout.failure is not None}
+    return {"reward_models": _means(proxy, models) if models and proxy else None, "num_failed": len(failed)}
 
 
 def _judged(config: JudgeConfig, completions: Sequence[Completion], references: Sequence[Completion]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from slipstream.core.background import start_thread
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
-from slipstream.core.disk import replace_file
+from slipstream.core.disk import disk_errors, replace_file, sync_files
 from slipstream.core.files import load_json
 from slipstream.core.recipes import stage_dir
 from slipstream.observe.display import Display
@@ -116,9 +116,13 @@ def recent_mean(values: Sequence[float]) -> float:
 
 
 def write_record(run_dir: Path, stage: str, *, times: StageTimes, **values: Any) -> dict[str, Any]:
-    """Write `stage.json` into the stage's folder, last: the stage is done. Return its content."""
-    record = {"stage": stage, **times.so_far(), **values}
-    replace_file(record_path(run_dir, stage), msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    """Write `stage.json` into the stage's folder, last: the stage is done, and on the disk. Return its content."""
+    record, path = {"stage": stage, **times.so_far(), **values}, record_path(run_dir, stage)
+    for folder in (path.parent / "model", path.parent):
+        if folder.is_dir():
+            with disk_errors(folder):
+                sync_files(folder)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     return record
 
 

@@ -89,12 +89,16 @@ def set_aside(run_dir: Path) -> Path:
     for stale in run_dir.glob(".attempt_*.partial"):
         shutil.rmtree(stale)
     partial = run_dir / f".{attempt.name}.partial"
-    partial.mkdir()
-    for name in FILES:
-        if (run_dir / name).exists():
-            shutil.copy2(run_dir / name, partial / name)
-    sync_files(partial)
-    partial.rename(attempt)
+    try:
+        partial.mkdir()
+        for name in FILES:
+            if (run_dir / name).exists():
+                shutil.copy2(run_dir / name, partial / name)
+        sync_files(partial)
+        partial.rename(attempt)
+    except BaseException:  # a full disk has its room back
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     for name in ("timeline", "summary.json"):
         if (run_dir / name).exists():
             (run_dir / name).rename(attempt / name)

@@ -61,6 +61,7 @@ from slipstream.trainer.checkpoint import policy_shapes
 from slipstream.trainer.checkpoint_folder import FORMATS, Found, newest_first, newest_whole, read_manifest
 from slipstream.trainer.optim import lr_factor
 
+ENDED = ("done", "interrupted")  # as the controller leaves a run that it has saved
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +89,10 @@ class FromPython:
 
     def resume_call(self, run_dir: Path) -> str:
         """Return the command, or the call, that goes on with the run in `run_dir`."""
+        return self.other_call(run_dir) or f"slipstream run --resume {shlex.quote(str(run_dir))}"
+
+    def other_call(self, run_dir: Path) -> str | None:
+        """Return the command, or the call, that goes on with a run with which `slipstream run --resume` cannot."""
         handed: tuple[tuple[str, object], ...] = (
             ("reward", self.functions),
             ("environment", self.environments),
@@ -97,12 +102,12 @@ class FromPython:
         same = [name for name, one in handed if one]
         if same:
             return f"slipstream.run(resume={str(run_dir)!r}, ...) with the same {' and '.join(same)}"
-        folder = shlex.quote(str(run_dir))
         if self.cluster is not None and GO_ON_VARIABLE in os.environ:
             return os.environ[GO_ON_VARIABLE]
         if self.cluster is not None:
+            folder = shlex.quote(str(run_dir))
             return f"slipstream launch --group controller --resume {folder}, with the other flags as before"
-        return f"slipstream run --resume {folder}"
+        return None
 
 
 def run_rl(
@@ -121,11 +126,26 @@ def run_rl(
     end the run. Interrupts end it also in a pause. `prepared` is what the first attempt starts with,
     where it has been made; else ConfigError for bad data, before anything is written.
     """
+    callbacks = Callbacks(load_callbacks(config, given.hooks), config.callbacks.timeout_s)
+    with contextlib.closing(callbacks):  # made once: what waits to be called, and 'stop', outlive an attempt
+        return _attempts(config, run_dir, given, resumed, prepared, callbacks)
+
+
+def _attempts(
+    config: RunConfig,
+    run_dir: Path,
+    given: FromPython,
+    resumed: Resumed | None,
+    prepared: tuple[RunInput, PromptSet] | None,
+    callbacks: Callbacks,
+) -> dict[str, Any]:
     restarts = Restarts(config.max_restarts, WallClock())
     while True:
         try:
-            return _attempt(config, run_dir, given, restarts.counts, resumed, prepared)
+            return _attempt(config, run_dir, given, restarts.counts, resumed, prepared, callbacks)
         except ExecutorLost as error:
+            if callbacks.error is not None:
+                raise callbacks.error from error
             pause_s = restarts.plan(error.executor)
             if pause_s is None:
                 raise
@@ -137,7 +157,7 @@ def run_rl(
             _mark_interrupted(run_dir)
             tell(config, given, [given.how_to_go_on(run_dir)])
             raise
-        resumed, prepared = prepare_resume(run_dir), None
+        resumed, prepared = prepare_resume(run_dir, _newest_checkpoint(run_dir)), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
         tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
 
@@ -149,6 +169,7 @@ def _attempt(
     restarts: Counter[str],
     resumed: Resumed | None,
     prepared: tuple[RunInput, PromptSet] | None,
+    callbacks: Callbacks,
 ) -> dict[str, Any]:
     """One run of the pipeline, to its end or to its first error. `restarts` goes on counting over attempts."""
     with_paths = with_stage_paths(config, run_dir)
@@ -156,12 +177,12 @@ def _attempt(
     if prepared is None and resumed is None:
         prepared = _work(with_paths, run_dir, given, is_resumed=False)
     work, prompts = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
-    report, callbacks = prompts.report, Callbacks(load_callbacks(config, given.hooks), config.callbacks.timeout_s)
+    report = prompts.report
     config, with_paths = _for_gpus(config, _with_longest_prompt(with_paths, report), given)
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
-    tally = _tally(config, run_dir, restarts, report, cut)
+    tally = _tally(config, run_dir, given, restarts, report, cut)
     screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     _tell_of_prompts(report, screen)
@@ -191,16 +212,21 @@ def _attempt(
 
         tally.status = "failed"  # until the controller says otherwise
         try:
-            with given.interrupts.deferred(config.shutdown_grace_s):
+            with given.interrupts.deferred(config.shutdown_grace_s, lambda: _acknowledge(given, tally)):
                 told = _run_and_conclude(controller, conclude)
             if told["status"] == "interrupted":
                 note(given.how_to_go_on(run_dir))
             return told
         except Interrupted as interrupted:  # once more, or the grace period is over: there is no time for a report
-            note(f"{interrupted}: ended at once, without a checkpoint of the present step")
-            _save_interrupted(tally, folder, run_dir)
-            note(given.how_to_go_on(run_dir))
+            _end_at_once(interrupted, tally, folder, given.how_to_go_on(run_dir), note)
             raise
+
+
+def _acknowledge(given: FromPython, tally: Tally) -> None:
+    """Tell of a first signal that comes when the controller, which tells of others, is done. Called in its handler."""
+    if tally.status in ENDED and given.display and given.interrupts.is_news():
+        line = given.interrupts.heard("the run is saved, and its report is being made")
+        os.write(2, f"{line}\n".encode())  # the screen may be amid a line of its own
 
 
 def _unheard(_: str) -> None:
@@ -215,13 +241,20 @@ def _tell_of_prompts(report: PromptReport, screen: Screen | None) -> None:
         log.warning("%s", report.warning)
 
 
-def _save_interrupted(tally: Tally, folder: HeldFolder, run_dir: Path) -> None:
-    """Write the summary of a run that is ended at once, where its folder is still there and the disk has room."""
-    if tally.status == "failed":
+def _end_at_once(
+    interrupted: Interrupted, tally: Tally, folder: HeldFolder, how_to_go_on: str, note: Callable[[str], None]
+) -> None:
+    """Say what a run that is ended at once has saved, and write its summary: if it has a folder, and the disk room."""
+    saved = "all is saved; page, trackers, callbacks may lack the end"
+    is_saved = tally.status in ENDED
+    note(f"{interrupted}: ended at once, {saved if is_saved else 'without a checkpoint of the present step'}")
+    if not is_saved:
         tally.status = "interrupted"
     with contextlib.suppress(DiskError):
         folder.check()
-        write_summary(tally.summary(run_dir), run_dir / "summary.json")
+        write_summary(tally.summary(folder.path), folder.path / "summary.json")
+    if tally.status != "done":
+        note(how_to_go_on)
 
 
 def _pipeline(config: RunConfig, given: FromPython, checkpoint: Path | None) -> Pipeline:
@@ -236,9 +269,11 @@ def _pipeline(config: RunConfig, given: FromPython, checkpoint: Path | None) -> 
     )
 
 
-def _tally(config: RunConfig, run_dir: Path, restarts: Counter[str], report: PromptReport, cut: Cut | None) -> Tally:
+def _tally(
+    config: RunConfig, run_dir: Path, given: FromPython, restarts: Counter[str], report: PromptReport, cut: Cut | None
+) -> Tally:
     """Return the tally of an attempt, with what the run counted before the cut."""
-    tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts)
+    tally = Tally(config, started_s=WallClock().now_s(), restarts=restarts, resume_call=given.other_call(run_dir))
     tally.data = Data(
         report.num_train, report.num_eval, report.num_too_long, report.max_tokens, report.longest, report.sets
     )
@@ -279,7 +314,7 @@ def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Unfinish
     between the cut and its saving may have started again thanks to a drop that the resumed run need not repeat.
     """
     bound, cut = config.staleness_bound, resumed.cut
-    if bound is None or cut is None:
+    if bound is None or cut is None or not config.bounds_admissions:
         return resumed.partials
     oldest = {
         ordinal: oldest_version(
@@ -354,11 +389,14 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
 def extension(before: RunConfig, config: RunConfig, cut: Snapshot) -> list[str]:
     """Sentences on what another number of steps changes besides the run's length. ConfigError for too few.
 
-    Groups that the run has admitted are trained: it is at least as long as it takes them.
+    Groups that the run has admitted are trained, unless its policy admits more than that: it is at least as long as it
+    takes them.
     """
     if config.steps == before.steps:
         return []
-    least = max(cut.steps_done, math.ceil((cut.next_ordinal - len(cut.dropped)) / config.groups_per_step))
+    least = cut.steps_done
+    if config.bounds_admissions:
+        least = max(least, math.ceil((cut.next_ordinal - len(cut.dropped)) / config.groups_per_step))
     if config.steps < least:
         got = f"steps = {config.steps}, after {cut.steps_done} steps"
         allowed = f"at least {least}: what is trained, or sampled for the next steps"
@@ -449,30 +487,35 @@ def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:
     """Return the newest whole checkpoint, or None without any, and what is wrong with newer ones.
 
-    ConfigError where all are damaged, as beginning anew is then the user's to decide; for one of another model; for one
-    without the run's ledger; and for lines of a run that are no regular file.
+    ConfigError where all are damaged; for one of another model; for one without the run's ledger; and for lines of a
+    run that are no regular file.
     """
     for name in FILES:
         _check_lines(run_dir / name)
-    checkpoint, damages = newest_whole(run_dir / "checkpoints")
-    if checkpoint is None and damages:
-        hint = f"no other checkpoint is whole: without {run_dir / 'checkpoints'} the run begins anew"
-        raise ConfigError(damages[0].what, got=damages[0].got, allowed=damages[0].allowed, hint=hint)
-    if checkpoint is None:
-        return None, damages
-    if (found := read_manifest(checkpoint).format) not in FORMATS:
-        what = f"checkpoint {checkpoint} has an unknown format"
-        hint = "was it written by a newer Slipstream?"
-        raise ConfigError(what, got=found, allowed=", ".join(map(str, FORMATS)), hint=hint)
     try:
-        _check_content(checkpoint, config, run_dir)
+        checkpoint, damages = _newest_checkpoint(run_dir)
+        if checkpoint is not None:
+            _check_content(checkpoint, config, run_dir)
     except CheckpointError as error:
         raise ConfigError(error.what, got=error.got, allowed=error.allowed, hint=error.hint) from error
     return checkpoint, damages
 
 
+def _newest_checkpoint(run_dir: Path) -> Found:
+    """Return what `newest_whole` finds. CheckpointError where all are damaged: the user decides to begin anew."""
+    checkpoint, damages = newest_whole(run_dir / "checkpoints")
+    if checkpoint is None and damages:
+        hint = f"no other checkpoint is whole: without {run_dir / 'checkpoints'} the run begins anew"
+        raise CheckpointError(damages[0].what, got=damages[0].got, allowed=damages[0].allowed, hint=hint)
+    return checkpoint, damages
+
+
 def _check_content(checkpoint: Path, config: RunConfig, run_dir: Path) -> None:
     """Raise ConfigError or CheckpointError unless the whole `checkpoint` fits the run's model and its ledger."""
+    if (found := read_manifest(checkpoint).format) not in FORMATS:
+        what = f"checkpoint {checkpoint} has an unknown format"
+        hint = "was it written by a newer Slipstream?"
+        raise ConfigError(what, got=found, allowed=", ".join(map(str, FORMATS)), hint=hint)
     local = with_folders(config)
     if differing := list(policy_shapes(checkpoint, check_policy(local), local.model.lora).items())[:3]:
         raise ConfigError(

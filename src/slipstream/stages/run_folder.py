@@ -136,10 +136,12 @@ def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
 
 def _stops_early(config: RunConfig, run_dir: Path) -> bool:
     """Return whether `config` ends the run in `run_dir` by the evaluations so far."""
-    rule = EarlyStopping(config.eval)
+    rule, results = EarlyStopping(config.eval), {}
     for line in read_metrics(run_dir / "metrics.jsonl"):
         if (greedy := in_metrics(line, GREEDY_PREFIX)) is not None:
-            rule.take(greedy)
+            results[line["version"]] = greedy  # older runs may have two of their last version
+    for greedy in results.values():
+        rule.take(greedy)
     return rule.cause is not None
 
 

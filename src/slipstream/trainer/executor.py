@@ -232,7 +232,7 @@ class Trainer(Executor):
             return
         path = reference_path(config, self.context.run_dir)
         if path is not None and follows_warm_start(config) and self.resume is None:
-            self.policy.export(Path(path))  # no checkpoint on disk has these weights yet
+            self._export(Path(path))  # no checkpoint on disk has these weights yet
         if config.kl.executor == "trainer":
             self.reference = self.policy.reference(path)
             if config.kl.sync_every is not None:

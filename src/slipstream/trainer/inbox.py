@@ -173,7 +173,7 @@ class RolloutInbox:
         have started thanks to a drop that the resumed run need not repeat.
         """
         config = self._config
-        if config.staleness_bound is None:
+        if config.staleness_bound is None or not config.bounds_admissions:
             return True
         oldest = oldest_version(
             place_of(rollout.ordinal, dropped),

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.core.background import start_thread
 from slipstream.core.clock import WallClock
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.errors import NotReproducedError, WeightSyncError
 from slipstream.core.executor import Receiver, Sender
 from slipstream.core.links import WakeUp
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered, WeightsReleased, WeightsWanted
@@ -203,7 +203,7 @@ class Subscriber:
     def commit(self) -> Swap | None:
         """Switch to the pending version between two decode steps; None when none is pending.
 
-        Raises WeightSyncError, with the old version back in place, when the probe disagrees.
+        Raises NotReproducedError, with the old version back in place, when the probe disagrees.
         """
         if self._pending is None or self._parameters is None or self._shadow is None:
             return None
@@ -226,7 +226,7 @@ class Subscriber:
                 if self._holds_slots:
                     self._release(offer)
         if not is_good:
-            self.failure = WeightSyncError(
+            self.failure = NotReproducedError(
                 f"version {offer.version} does not reproduce the trainer's logprobs; version {self._version} runs on",
                 got=f"mean difference {probe_error:.3g} nats",
                 allowed=f"{self._tolerance:.3g} nats",

@@ -320,7 +320,8 @@ def go_on(run: RunData) -> str:
     is_over = status_of(run) not in ("failed", "interrupted", "not finished")
     if is_over or is_refused or not has_checkpoint:
         return ""
-    return f"Go on from the last checkpoint: slipstream run --resume {quote(str(run.path))}"
+    call = None if run.summary is None else run.summary.resume_call
+    return f"Go on from the last checkpoint: {call or f'slipstream run --resume {quote(str(run.path))}'}"
 
 
 def alarming(run: RunData) -> str:
