@@ -22,7 +22,7 @@ from slipstream.observe.samples import Sample, read_samples, write_samples
 from slipstream.observe.summary import EpisodeCounts, JudgeCounts
 from slipstream.observe.transcript import TranscriptPart
 from slipstream.prompts import PromptReport
-from slipstream.stages.rl import _tally
+from slipstream.stages.rl import FromPython, _tally
 
 
 def begin(tally: Tally, at_s: float) -> None:
@@ -244,7 +244,7 @@ def test_a_resume_keeps_the_last_answers_only_where_it_goes_on_with_the_last_ver
     cut = Cut(
         Snapshot(next_ordinal=0, steps_done=steps_done, dropped=[], dropped_in_a_row=0, num_failed=0, readmit=[]), 0
     )
-    _tally(resolve("quickstart", {"steps": 4}), tmp_path, Counter(), report, cut)
+    _tally(resolve("quickstart", {"steps": 4}), tmp_path, FromPython(), Counter(), report, cut)
     [kept] = read_samples(tmp_path / "samples.json")
     assert kept == (sample if has_after else Sample("1+1=", "2", "3", None, before_reward=0.0, before_is_right=False))
 

@@ -210,7 +210,7 @@ def test_programs_that_never_end_are_ended(make_pool: MakePool) -> None:
 
 
 def test_all_tests_together_keep_the_deadline_of_the_worker(make_pool: MakePool) -> None:
-    pool = make_pool(("code", {"test_timeout_s": 1.0, "partial": True}), timeout_s=5.0)
+    pool = make_pool(("code", {"test_timeout_s": 2.0, "partial": True}), timeout_s=10.0)
     slow = "x = input()\nwhile x == 'slow': pass\nprint(x)"
     tests = {"inputs": ["quick", *["slow"] * 10], "outputs": ["quick", *["slow"] * 10]}
     assert rewards(pool, (slow, tests)) == [1 / 11]

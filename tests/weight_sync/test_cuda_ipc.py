@@ -152,4 +152,4 @@ def test_weights_stay_on_gpus_where_both_ends_compute_there(
         assert trainer is generator is HOST
         return
     assert trainer.device == torch.device("cuda", 0)
-    assert generator.device == torch.device(config.generator.device if ":" in config.generator.device else "cuda:1")
+    assert generator.device == torch.device(config.generator.device if ":" in config.generator.device else "cuda:2")
