@@ -38,7 +38,7 @@ from slipstream.jobs.machines import (
     CONTROLLER_RESTARTS,
     CPUS_PER_RANK,
     GROUP_RESTARTS,
-    JOIN_TIMEOUT_S,
+    JOB_JOIN_TIMEOUT_S,
     Machines,
     lay_out,
     machines,
@@ -499,7 +499,7 @@ def test_a_group_starts_on_each_of_its_nodes(
         assert (options.group, options.address, options.threads) == (group, "10.1.2.3", 8)
         assert (options.controller, options.key_file) == (str(cluster.folder / "address"), cluster.folder / "key")
         assert cli._job(options).shutdown_grace_s == 25.0, "a group takes what its own job file gives it"
-        assert options.join_timeout == JOIN_TIMEOUT_S
+        assert options.join_timeout == JOB_JOIN_TIMEOUT_S
         if num_nodes == 1:
             assert (options.nnodes, options.node_rank, options.rendezvous) == (None, None, None)
         else:
@@ -567,7 +567,7 @@ def test_the_controller_listens_where_others_reach_it_and_goes_on_with_its_run(c
     for _, seen, *_ in cluster.calls("slipstream"):
         assert shlex.split(seen["SLIPSTREAM_GO_ON"]) == [str(cluster.folder / "submit.sh")], "a command to be copied"
     for options in (first, second):
-        assert options.join_timeout == JOIN_TIMEOUT_S
+        assert options.join_timeout == JOB_JOIN_TIMEOUT_S
         assert (options.group, options.listen) == ("controller", "10.1.2.3:0")
         assert (options.key_file, options.address_file) == (cluster.folder / "key", cluster.folder / "address")
         assert options.remote is None
@@ -715,7 +715,7 @@ def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, 
         assert cli._job(options).group == options.group
         job = cli._job(options)
         assert (job.join_timeout, job.out, job.steps) == (
-            JOIN_TIMEOUT_S, Path("/slipstream/runs/run-a"), config(overrides).steps
+            JOB_JOIN_TIMEOUT_S, Path("/slipstream/runs/run-a"), config(overrides).steps
         )  # fmt: skip
         if options.rendezvous is not None:
             assert options.rendezvous.split(":")[0] in names
@@ -755,7 +755,7 @@ def test_the_controllers_pod_goes_on_with_its_run(
     assert options.remote == (("reward_models", "reference") if overrides else None)
     assert options.recipe == "/etc/slipstream/recipe.toml"
     assert (options.out, options.resume) == ((None, run) if is_resumed else (run, None))
-    assert options.join_timeout == JOIN_TIMEOUT_S
+    assert options.join_timeout == JOB_JOIN_TIMEOUT_S
     assert "run-a" in cluster.calls("slipstream")[0][1]["SLIPSTREAM_GO_ON"]
 
 
@@ -844,7 +844,7 @@ def test_tasks_find_each_other_by_the_names_of_their_group(overrides: dict[str, 
             options = parsed(cluster.arguments("slipstream")[-1])
             commands.append(options)
             assert options.controller == "controller-0.run-a:29400"
-            assert (options.address, options.join_timeout) == (f"10.0.0.{rank + 1}", JOIN_TIMEOUT_S)
+            assert (options.address, options.join_timeout) == (f"10.0.0.{rank + 1}", JOB_JOIN_TIMEOUT_S)
             several = (nodes, rank, "10.0.0.1:29500") if nodes > 1 else (None, None, None)
             assert (options.nnodes, options.node_rank, options.rendezvous) == several
     scorers = {"reward_models", "reference"} if overrides is SCORING else set()
@@ -871,7 +871,7 @@ def test_the_controllers_task_goes_on_with_its_run(cluster: Cluster, is_resumed:
     assert options.remote == ("reward_models", "reference")
     assert options.recipe == "/tmp/slipstream/recipe.toml"
     assert (options.out, options.resume) == ((None, run) if is_resumed else (run, None))
-    assert options.join_timeout == JOIN_TIMEOUT_S
+    assert options.join_timeout == JOB_JOIN_TIMEOUT_S
 
 
 def test_launching_a_job_group_keeps_its_key_out_of_arguments(cluster: Cluster) -> None:

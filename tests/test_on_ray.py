@@ -21,7 +21,7 @@ from slipstream import cli
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import resolve
 from slipstream.flags import as_flags, parse
-from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, JOIN_TIMEOUT_S
+from slipstream.jobs.machines import CONTROLLER_RESTARTS, GROUP_RESTARTS, JOB_JOIN_TIMEOUT_S
 
 LOST = "lost"
 
@@ -200,7 +200,7 @@ def test_a_controller_elsewhere_has_all_groups_begin_anew(ray: FakeRay, tmp_path
     assert (told.recipe, told.resume) == (None, (tmp_path / "run").absolute())
     go_on = second["controller"][0].environment["SLIPSTREAM_GO_ON"]
     assert go_on == f"slipstream launch --ray ADDRESS --resume {tmp_path / 'run'}"
-    assert {understood(actors[0]).join_timeout for actors in second.values()} == {JOIN_TIMEOUT_S}
+    assert {understood(actors[0]).join_timeout for actors in second.values()} == {JOB_JOIN_TIMEOUT_S}
     assert {understood(second[name][0]).controller for name in second if name != "controller"} == {told.listen}
     for _ in range(CONTROLLER_RESTARTS - 1):
         second["controller"][0].running.end(1)

@@ -12,7 +12,7 @@ from slipstream.core.recipes import config_toml
 from slipstream.jobs.machines import (
     CONTROLLER_RESTARTS,
     GROUP_RESTARTS,
-    JOIN_TIMEOUT_S,
+    JOB_JOIN_TIMEOUT_S,
     Machines,
     lay_out,
     termination_s,
@@ -49,7 +49,7 @@ def kubernetes_files(
         "recipe": config_toml(config),
         "address": "$POD_IP",
         "port": STORE_PORT,
-        "join_s": JOIN_TIMEOUT_S,
+        "join_s": JOB_JOIN_TIMEOUT_S,
         "recipe_file": "/etc/slipstream/recipe.toml",
         "remote": f" --remote {' '.join(layout.remote)}" if layout.remote else "",
         "termination_s": termination_s(config),
@@ -108,7 +108,7 @@ def _group_command(name: str, group: str, machines: Machines, config: RunConfig)
     command = ["slipstream", "launch", "--group", group]
     command += ["--controller", f"{name}-controller-0.{name}:{STORE_PORT}", "--address", "$(POD_IP)"]
     command += ["--threads", str(machines.cpus // machines.ranks)]
-    command += ["--shutdown-grace-s", f"{config.shutdown_grace_s:g}", "--join-timeout", str(JOIN_TIMEOUT_S)]
+    command += ["--shutdown-grace-s", f"{config.shutdown_grace_s:g}", "--join-timeout", str(JOB_JOIN_TIMEOUT_S)]
     command += ["--out", f"{VOLUME_DIR}/runs/{name}", "--steps", str(config.steps)]
     if machines.nodes > 1:
         first = f"{_object_name(name, group)}-0.{name}:{RENDEZVOUS_PORT}"

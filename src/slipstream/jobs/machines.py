@@ -14,7 +14,7 @@ CONTROLLER_RESTARTS = 3
 """Times a run that failed goes on from its last checkpoint by itself. A mistake in it would come back each time."""
 GROUP_RESTARTS = 20
 """Times a group's job starts anew after failing, beside the restarts that its torchrun agent makes in place."""
-JOIN_TIMEOUT_S = 86_400
+JOB_JOIN_TIMEOUT_S = 86_400
 """Seconds that jobs wait for one another: one may wait so long in a queue, or for an image. The others' limits hold."""
 ENDING_S = 15
 """Seconds for a run whose grace period is over: its children are killed, its summary is written."""

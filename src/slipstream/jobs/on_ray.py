@@ -29,7 +29,7 @@ from slipstream.core.recipes import config_toml
 from slipstream.jobs.machines import (
     CONTROLLER_RESTARTS,
     GROUP_RESTARTS,
-    JOIN_TIMEOUT_S,
+    JOB_JOIN_TIMEOUT_S,
     Machines,
     lay_out,
     termination_s,
@@ -263,7 +263,7 @@ class RayRun:
             what = what if goes_on else ["@recipe", "--out", str(self._out)]
             remote = ["--remote", *self._remote] if self._remote else []
             self._move(f"{address}:{port}")
-            there = ["--listen", f"{address}:{port}", "--join-timeout", str(JOIN_TIMEOUT_S)]
+            there = ["--listen", f"{address}:{port}", "--join-timeout", str(JOB_JOIN_TIMEOUT_S)]
             return [["launch", *what, "--group", CONTROLLER, *remote, *there]]
         with self._lock:
             self._lock.wait_for(lambda: self._address is not None or self._is_over)
@@ -301,7 +301,7 @@ def group_command(
     """Return the arguments of `slipstream` on machine `node` of a group, which is at `address`."""
     command = ["launch", "--group", group, "--controller", controller, "--address", address]
     command += ["--threads", str(machines.cpus // machines.ranks), "--shutdown-grace-s", f"{config.shutdown_grace_s:g}"]
-    command += ["--join-timeout", str(JOIN_TIMEOUT_S)]
+    command += ["--join-timeout", str(JOB_JOIN_TIMEOUT_S)]
     if machines.nodes > 1:
         command += ["--nnodes", str(machines.nodes), "--node-rank", str(node), "--rendezvous", meeting]
     return command

@@ -12,7 +12,7 @@ from slipstream.core.recipes import config_toml
 from slipstream.jobs.machines import (
     CONTROLLER_RESTARTS,
     GROUP_RESTARTS,
-    JOIN_TIMEOUT_S,
+    JOB_JOIN_TIMEOUT_S,
     Machines,
     lay_out,
     termination_s,
@@ -48,7 +48,7 @@ def skypilot_files(
         "image": f"docker:{image}",
         "address": _FIRST,
         "port": STORE_PORT,
-        "join_s": JOIN_TIMEOUT_S,
+        "join_s": JOB_JOIN_TIMEOUT_S,
         "recipe_file": "/tmp/slipstream/recipe.toml",
         "remote": f" --remote {' '.join(layout.remote)}" if layout.remote else "",
         "termination": f"{termination_s(config)}s",
@@ -110,5 +110,5 @@ def _group_script(group: str, machines: Machines, config: RunConfig) -> str:
         "line=$((SKYPILOT_NODE_RANK + 1))\n"
         f"exec slipstream launch --group {group} --controller controller-0.$SKYPILOT_JOBGROUP_NAME:{STORE_PORT}"
         f' --address "{_OWN}" --threads {machines.cpus // machines.ranks}'
-        f" --shutdown-grace-s {config.shutdown_grace_s:g} --join-timeout {JOIN_TIMEOUT_S}{meeting}\n"
+        f" --shutdown-grace-s {config.shutdown_grace_s:g} --join-timeout {JOB_JOIN_TIMEOUT_S}{meeting}\n"
     )

@@ -13,7 +13,7 @@ from slipstream.core.recipes import config_toml
 from slipstream.jobs.machines import (
     CONTROLLER_RESTARTS,
     GROUP_RESTARTS,
-    JOIN_TIMEOUT_S,
+    JOB_JOIN_TIMEOUT_S,
     Machines,
     lay_out,
     termination_s,
@@ -65,7 +65,7 @@ def slurm_files(
         "remote": f" --remote {' '.join(layout.remote)}" if layout.remote else "",
         "grace_s": f"{config.shutdown_grace_s:g}",
         "groups": " ".join(job.kind for job in layout.groups),
-        "join_s": JOIN_TIMEOUT_S,
+        "join_s": JOB_JOIN_TIMEOUT_S,
     }
 
     def script(template: str, kind: str, machines: Machines, *options: str, **more: object) -> str:

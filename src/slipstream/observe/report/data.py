@@ -26,7 +26,7 @@ from slipstream.core.recipes import read_toml
 from slipstream.core.run_lock import is_held
 from slipstream.core.run_log import Metrics, MetricsHead, Outcome, RolloutLine, read_metrics
 from slipstream.core.sections import HARD_BOUND
-from slipstream.observe.accounting import accounting_bytes, read_accounting
+from slipstream.observe.accounting import RunAccounting, accounting_bytes, read_accounting
 from slipstream.observe.attempts import read_attempts
 from slipstream.observe.balance import Balance
 from slipstream.observe.evaluation import EVALUATION_FILE
@@ -385,30 +385,24 @@ def _earlier_s(run_dir: Path) -> float | None:
 
 def _read_times(run_dir: Path, history: MetricsHistory, summary: Summary | None) -> RunTimes:
     """Return exact times where that is quick, else those that processes reported and `summary.json` kept."""
-    if accounting_bytes(run_dir) > EXACT_BYTES:
+    told: RunAccounting | Summary
+    if is_exact := accounting_bytes(run_dir) <= EXACT_BYTES:
+        told = found = read_accounting(run_dir)
+        began_s = found.steps[0].start_s if found.steps else 0.0
+        spans = [StepTimes(step.start_s - began_s, step.end_s - began_s, by_side(step.states)) for step in found.steps]
+    else:
         spans = list(_reported(run_dir, history))
         if summary is None:
             return RunTimes({}, spans, None, 0.0, is_exact=False)
-        return RunTimes(
-            by_side(summary.accounting),
-            spans,
-            summary.balance,
-            summary.wall_s,
-            is_exact=False,
-            model_share=model_share(summary.accounting),
-            model_cpu_share=summary.model_cpu_share,
-        )
-    found = read_accounting(run_dir)
-    began_s = found.steps[0].start_s if found.steps else 0.0
-    spans = [StepTimes(step.start_s - began_s, step.end_s - began_s, by_side(step.states)) for step in found.steps]
+        told = summary
     return RunTimes(
-        by_side(found.accounting),
+        by_side(told.accounting),
         spans,
-        found.balance,
-        found.wall_s,
-        is_exact=True,
-        model_share=model_share(found.accounting),
-        model_cpu_share=found.model_cpu_share,
+        told.balance,
+        told.wall_s,
+        is_exact=is_exact,
+        model_share=model_share(told.accounting),
+        model_cpu_share=told.model_cpu_share,
     )
 
 
