@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, product
-from math import comb
+from math import comb, isfinite
 from statistics import fmean
 
 LEVEL = 0.05
 """A difference counts at or below this p: five seeds with others of the same number when all five point one way, three
 against three others when they do not overlap."""
+
+LEAST_GAIN = 0.05
+"""A run that gains less has learned too little for something to be as good as it."""
 
 _ROUNDING = 1e-12
 _MOST_DEALINGS = 1_000_000
@@ -26,9 +29,11 @@ def p_greater(ours: Sequence[float], theirs: Sequence[float], *, paired: bool = 
     Fisher's; assumes nothing of the values but that they could have come the other way round if there is no difference.
     `paired`: values at the same place are of the same seed, and are dealt between themselves only.
     Identity: 1 / C(n + m, n) where every one of ours is above every one of theirs, paired 2^-n where each is above its
-    own. ValueError for an empty side, pairs that do not match, or more than a million dealings.
+    own. ValueError for an empty side, pairs that do not match, more than a million dealings, or a value that is none.
     """
     num_dealings = 2 ** len(ours) if paired else comb(len(ours) + len(theirs), len(ours))
+    if not all(map(isfinite, [*ours, *theirs])):
+        raise ValueError(f"a permutation test of {[*ours, *theirs]}")
     if not ours or not theirs or num_dealings > _MOST_DEALINGS or (paired and len(ours) != len(theirs)):
         raise ValueError(f"a permutation test of {len(ours)} against {len(theirs)} values")
     # The sum of all values is the same for every dealing, so the sum of ours decides.
@@ -51,3 +56,12 @@ def is_as_great(ours: Sequence[float], theirs: Sequence[float], margin: float, *
     if fmean(ours) >= fmean(theirs) - margin:
         return True
     return None if is_greater(theirs, ours, paired=paired) is None else False
+
+
+def keeps_gains(
+    ours: Sequence[float], theirs: Sequence[float], before: Sequence[float], margin: float, *, paired: bool = False
+) -> bool | None:
+    """`is_as_great`, but None unless each of `theirs` is LEAST_GAIN above its own `before`, where it began."""
+    if min(after - began for after, began in zip(theirs, before, strict=True)) < LEAST_GAIN:
+        return None
+    return is_as_great(ours, theirs, margin, paired=paired)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 
-from experiments.comparison import is_as_great, is_greater
+from experiments.comparison import LEAST_GAIN, is_as_great, is_greater
 from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import spread
 from slipstream.core.recipes import merge, stage_dir
@@ -345,10 +345,6 @@ def cell_of(runs: Sequence[Path]) -> Cell:
     """The runs of one cell, one per seed."""
     evaluations = [read_evaluation(run) for run in runs]
     return Cell([ended(one, "before") for one in evaluations], [ended(one) for one in evaluations])
-
-
-LEAST_GAIN = 0.05
-"""A run that gains less at N = 1 has learned too little for a share of it to mean anything."""
 
 
 def shares_kept(cell: Cell, on_policy: Cell) -> list[float] | None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from experiments.comparison import is_as_great, is_greater
+from experiments.comparison import LEAST_GAIN, is_as_great, is_greater
 from experiments.figures import COLOURS, MARKERS, lines, panels, svg
 from experiments.idle_compute.course import course
 from experiments.lab import Lab, RunFailed, Spec, metrics, summary
-from experiments.rlhf import LEAST_GAIN, LR, SEEDS, Ended, Pipeline, ended, read_evaluation, reward_accuracy
+from experiments.rlhf import LR, SEEDS, Ended, Pipeline, ended, read_evaluation, reward_accuracy
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.config import RunConfig
 from slipstream.core.jsonl import read_jsonl

@@ -8,11 +8,11 @@ from itertools import pairwise
 from math import log2
 from statistics import fmean, linear_regression
 
+from experiments.comparison import LEAST_GAIN
 from experiments.figures import panels, svg
 from experiments.lab import Lab, Spec
 from experiments.rlhf import (
     KL_COEF,
-    LEAST_GAIN,
     LOSSES,
     LR,
     NAMES,

@@ -12,8 +12,9 @@ from math import isnan, log, nan, sqrt
 from pathlib import Path
 from statistics import fmean
 
+from experiments.comparison import LEAST_GAIN
 from experiments.lab import Lab, metrics
-from experiments.rlhf import LEAST_GAIN, Pipeline, Tuned, ended, read_evaluation
+from experiments.rlhf import Pipeline, Tuned, ended, read_evaluation
 
 SEED = 100
 """Apart from the seeds that are compared."""
