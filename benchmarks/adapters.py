@@ -96,7 +96,7 @@ def engines_of(
     base: FrozenBase | None = None
     for count in VERSIONS:
         model = adapted(rank, adapter_precision)
-        weights = ServedWeights(model, precision, base=base, keeps_versions=True)
+        weights = ServedWeights(model, precision, base=base)
         base = weights.base
         engines[f"{count} version{'s' * (count > 1)}"] = engine_of(model, rows, num_steps, weights, count)
         assert len(weights.versions) == count

@@ -224,7 +224,8 @@ def measure(name: str, batch: int, arguments: argparse.Namespace, scratch: Path)
                 if turn == 0 and not is_first:
                     continue
                 order = [contender for contender in processes if contender != "floor"]
-                order = order[turn % len(order) :] + order[: turn % len(order)]
+                shift = turn % max(1, len(order))  # it may be that none has started
+                order = order[shift:] + order[:shift]
                 for contender in ["floor", *order] if is_first else order:
                     try:
                         run = processes[contender].run(workload, turn)
@@ -416,7 +417,8 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
+def main() -> int:
+    """The exit code is 1 where the GPU had too little memory for a model."""
     arguments = parse()
     print(f"command: python {shlex.join(sys.argv)}")
     print(f"versions: {versions()}")
@@ -443,7 +445,8 @@ def main() -> None:
         hardware = describe().to_dict()
         record = {"command": sys.argv, "versions": str(versions()), "hardware": hardware, "cases": measured}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(arguments.device == "cuda" and {one["model"] for one in measured} != {*arguments.models})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

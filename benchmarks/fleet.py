@@ -51,10 +51,11 @@ from slipstream.controller.schedule import Schedule
 from slipstream.controller.tally import Tally
 from slipstream.core import links, wire
 from slipstream.core.addresses import LocalAddresses
-from slipstream.core.channel import Inbox, Ports, connect_by_book
+from slipstream.core.channel import Ports, connect_by_book
 from slipstream.core.clock import WallClock
 from slipstream.core.links import poll
 from slipstream.core.peer_messages import Joined
+from slipstream.core.ports import Inbox
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig, Snapshot, read_metrics
 from slipstream.core.service_messages import (

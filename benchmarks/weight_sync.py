@@ -3,7 +3,7 @@
     python benchmarks/weight_sync.py [--repeats 15] [--params 1000000 4000000 135000000] [--only whole,pairs]
     python benchmarks/weight_sync.py --device cuda
 
-With `--device cuda` both ends are on GPUs: the first has the trainer, the second, if there is one, the generator. Then
+With `--device cuda` both ends are on GPUs: the first has the trainer, the last the generator. Then
 whole is over CUDA IPC, and pairs is one rank to another over IPC and, between two GPUs, over NCCL; their bound is
 torch's copy from one GPU to the other.
 

@@ -8,22 +8,27 @@ The agent knows nothing of training. Its client could speak to any other model.
 
 import sys
 import zlib
+from functools import cache
 from typing import Any
 
 from openai import AsyncOpenAI
 
 import slipstream
 
-CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="-", max_retries=0, timeout=600)
+
+@cache
+def client() -> AsyncOpenAI:
+    """One pool of connections for all episodes. It is made while the run plays, so it passes proxies by."""
+    return AsyncOpenAI(base_url="http://localhost", api_key="-", max_retries=0, timeout=600)
 
 
 async def play(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Let the policy guess a number in 1..16, five times at most; return 1 if it was found."""
-    client = CLIENT.with_options(base_url=base_url, api_key=api_key)  # one pool of connections for all episodes
+    policy = client().with_options(base_url=base_url, api_key=api_key)
     number = 1 + zlib.crc32(str(row["prompt"]).encode()) % 16
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     for _ in range(5):
-        answer = await client.chat.completions.create(model="policy", messages=messages)
+        answer = await policy.chat.completions.create(model="policy", messages=messages)
         guess = answer.choices[0].message.content or ""
         if guess == str(number):
             return 1.0

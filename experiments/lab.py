@@ -6,6 +6,8 @@ only what has changed. A run is `slipstream run` in a process of its own, as a u
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -133,8 +135,17 @@ class Lab:
         return self.run_all([spec])[0]
 
     def _make(self, job: _Job) -> None:
+        """Make the run, unless another process has made it meanwhile."""
+        lock = beside(job.folder, "lock")
+        lock.touch()
+        with locked(lock, lambda: self.say(f"{job.name}: another process makes it, waiting")):
+            if not job.is_kept():
+                self._make_anew(job)
+
+    def _make_anew(self, job: _Job) -> None:
         folder = job.folder
         shutil.rmtree(folder, ignore_errors=True)
+        self._forget_measurements(folder)
         recipe, log = beside(folder, "toml"), beside(folder, "log")
         save_config(job.config, recipe)
         command = [sys.executable, "-m", "slipstream.cli", "run", str(recipe), "--out", str(folder)]
@@ -201,6 +212,14 @@ class Lab:
     def _measurement(self, name: str, parameters: Mapping[str, Any]) -> Path:
         return self.folder / f"{slug(name)}-{digest(json.dumps(parameters, sort_keys=True))}.json"
 
+    def _forget_measurements(self, folder: Path) -> None:
+        """Remove what was measured of the run that was in `folder` before: their parameters name it."""
+        named = json.dumps(str(folder))[1:-1]
+        for path in self.folder.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):  # another run's turn has removed it
+                if named in json.dumps(json.loads(path.read_text()).get("parameters")):
+                    path.unlink()
+
     # What it cost
 
     def _made(self, what: Literal["run", "measurement"], seconds: float, cores: int | None) -> Made:
@@ -222,6 +241,23 @@ class Lab:
 def beside(folder: Path, ending: str) -> Path:
     """A file named like the folder of a run, dots in the run's name or not (`lr=0.5`)."""
     return folder.with_name(f"{folder.name}.{ending}")
+
+
+@contextlib.contextmanager
+def locked(path: Path, on_wait: Callable[[], Any] = str) -> Iterator[None]:
+    """Hold the lock of a file or folder; `on_wait` is called before it waits for another process's end of that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        on_wait()
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks, as run_lock.py says
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, record: Any) -> None:

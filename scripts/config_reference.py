@@ -32,7 +32,8 @@ of `overrides`, nested or with dots (`{"trainer.optimizer.lr": 1e-4}`). Another 
 loss's own parameters. Unknown fields, values out of range and fields that contradict each other are errors before
 anything starts; for names and values of TRL, verl, prime-rl and OpenRLHF the error says what they are here. The
 resolved configuration is saved as `config.toml` in the run's folder; a resume may change a few fields of it
-([reliability.md](reliability.md#resume)).
+([reliability.md](reliability.md#resume)). (N) means: as in "The N Implementation Details of RLHF with PPO"
+([ppo_details.md](ppo_details.md)).
 """
 
 _WORDS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Any: "value"}

@@ -7,8 +7,9 @@
 
 The steps are those of `scripts/gpu_steps.toml`. Each is a process of its own with its own time limit: one that crashes
 or hangs costs itself alone, and those that need it. After each, OUT/results.json and OUT/logs.tar.gz are written, so
-nothing is lost when the machine goes away; a later call with `--from` or `--only` adds to them. No step is begun with
-less than a quarter of its limit left of `--budget-s`. With `--wheels`, missing packages are installed from that folder
+nothing is lost when the machine goes away; a later call with `--from` or `--only` adds to them: a step that it has no
+time for keeps the outcome that it had, if that is ok. OUT is of one machine. No step is begun with less than a
+quarter of its limit left of `--budget-s`. With `--wheels`, missing packages are installed from that folder
 into OUT/venv, beside those that the interpreter has, torch above all; the project itself is found in `src`. pip is
 among the wheels: the machine needs none.
 
@@ -123,6 +124,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def both(earlier: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the outcomes of earlier calls and this one were got on, all commits; exit where machines differ."""
+    if other := [name for name in here if name != "commit" and earlier[name] != here[name]]:
+        told = "; ".join(f"{name} {earlier[name]}, here {here[name]}" for name in other)
+        sys.exit(f"OUT has outcomes of another machine ({told}): give another --out")
+    commits = [*(earlier["commit"] or "").split(", "), here["commit"]]
+    return {**here, "commit": ", ".join(dict.fromkeys(filter(None, commits)))}
+
+
 def torch_version() -> str | None:
     """Return torch's version, that of CUDA included, which its metadata may lack; its import takes seconds."""
     found = importlib.util.find_spec("torch")
@@ -186,16 +196,17 @@ def archive(out: Path) -> None:
 
 
 def run_steps(steps: Sequence[Step], wanted: Sequence[str], python: str, out: Path, budget_s: float) -> Results:
-    """Run the steps in `wanted`, beside the outcomes that OUT has already of others."""
+    """Run the steps in `wanted`, beside the outcomes that OUT has already, which are replaced by what was tried."""
     (out / "logs").mkdir(parents=True, exist_ok=True)
     path, started_s = out / "results.json", time.monotonic()
     results = Results(machine())
     if path.exists():
-        results.outcomes = Results.read(path).outcomes
+        earlier = Results.read(path)
+        results = Results(both(earlier.machine, results.machine), earlier.outcomes)
     for step in steps:
         if step.name not in wanted:
             continue
-        left_s = budget_s - (time.monotonic() - started_s)
+        left_s, was_tried = budget_s - (time.monotonic() - started_s), False
         needed = results.outcomes.get(step.needs) if step.needs else None
         if step.needs and (needed is None or needed.status != "ok"):
             outcome = Outcome(step.name, "left out", step.command, f"needs {step.needs}")
@@ -204,10 +215,13 @@ def run_steps(steps: Sequence[Step], wanted: Sequence[str], python: str, out: Pa
         else:
             print(f"{step.name}: {step.about or step.command}", flush=True)
             outcome = run_step(step, python, out, min(step.limit_s, left_s))
+            was_tried = outcome.status != "timed out" or left_s >= step.limit_s
         print(f"{step.name}: {outcome.status}, {outcome.seconds} s", flush=True)
         if outcome.status not in ("ok", "left out", "no time"):
             print("\n".join(f"    {line}" for line in outcome.tail[-12:]), flush=True)
-        results.outcomes[step.name] = outcome
+        had = results.outcomes.get(step.name)
+        if was_tried or had is None or had.status != "ok":
+            results.outcomes[step.name] = outcome
         results.outcomes = {one.name: results.outcomes[one.name] for one in steps if one.name in results.outcomes}
         results.write(path)
         archive(out)

@@ -5,6 +5,7 @@
 The labels lie on the Hugging Face hub as vwxyzjn/lm-human-preferences: `sentiment/offline_5k.json` and
 `descriptiveness/offline_5k.json`, a JSON list of records with `query`, `sample0` to `sample3` (GPT-2 tokens; 50259 is
 padding) and `best`. They are written as lines of the stage's own form, tokens as they are: nothing is tokenized again.
+What the second file held before is replaced.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from slipstream.core.jsonl import JsonlWriter
+from slipstream.core.disk import replace_file
 from slipstream.stages.preferences import Candidate, PreferenceLine
 
 PADDING = 50259
@@ -51,9 +53,9 @@ def main() -> None:
     arguments = parser.parse_args()
     records = json.loads(arguments.labels.read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    writer = JsonlWriter(arguments.out)
-    writer.write(*(preference(record, index, tokenizer, arguments.held_out) for index, record in enumerate(records)))
-    writer.close()
+    lines = [preference(record, index, tokenizer, arguments.held_out) for index, record in enumerate(records)]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(arguments.out, msgspec.json.Encoder().encode_lines(lines))
     print(f"{len(records)} preferences: {arguments.out}")
 
 

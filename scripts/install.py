@@ -34,7 +34,7 @@ TAIL_LINES = 20
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-input")
 COMPILE = (
     "import compileall, re, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), "
-    "rx=re.compile('/(tests|transformers/models)/'), quiet=2, workers=0)"
+    "rx=re.compile('/site-packages/(.*/)?(tests|transformers/models)/'), quiet=2, workers=0)"
 )
 
 DOING = re.compile(

@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def create(folder: Path, torch: str) -> None:
-    """Make the environment, with this checkout in it."""
+    """Make the environment, with this checkout in it; end where that fails."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if line.split("==")[0] not in UNCONSTRAINED]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as others:
@@ -44,7 +44,8 @@ def create(folder: Path, torch: str) -> None:
         others.flush()
         install = ROOT / "scripts" / "install.py"
         asked = ["-c", others.name, torch, NUMPY, "-e", f"{ROOT}[dev]"]
-        subprocess.run([sys.executable, install, folder, *asked], check=True)
+        if code := subprocess.run([sys.executable, install, folder, *asked]).returncode:
+            sys.exit(code)
 
 
 def run_tests(python: Path, tests: Sequence[str]) -> int:

@@ -92,9 +92,11 @@ def group_to_read(run: Path) -> int:
 
 
 def train(name: str, folder: Path) -> Path:
-    """Return the run `name` of RUNS; trained, unless it is there."""
+    """Return the run `name` of RUNS; trained, unless it is there. What is left of one that was stopped is removed."""
     run = folder / name
-    if not (run / "summary.json").exists():
+    told = run / "summary.json"
+    if not told.exists() or json.loads(told.read_text(encoding="utf-8"))["status"] != "done":
+        shutil.rmtree(run, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "slipstream", "run", *RUNS[name], "--out", run], check=True)
     return run
 

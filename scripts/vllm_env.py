@@ -58,8 +58,9 @@ def requirements_of(python: Path, package: str) -> list[str]:
 
 
 def install(folder: Path, *packages: str) -> None:
-    """Install `packages` into the environment in `folder`, which is made where there is none."""
-    subprocess.run([sys.executable, Path(__file__).with_name("install.py"), folder, *packages], check=True)
+    """Install `packages` into the environment in `folder`, which is made where there is none; end where that fails."""
+    if code := subprocess.run([sys.executable, Path(__file__).with_name("install.py"), folder, *packages]).returncode:
+        sys.exit(code)
 
 
 def run(python: Path, *arguments: str) -> str:

@@ -1,10 +1,11 @@
-"""Which TCP addresses a process listens at, as Linux tells it."""
+"""Which TCP addresses a process listens at, as Linux tells it; and ports at which nobody does."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 LISTENING = "0A"
@@ -31,6 +32,15 @@ def listening(pid: int) -> set[tuple[str, int]]:
 def listeners(pid: int, port: int) -> set[str]:
     """The addresses of this machine at which process `pid` listens at `port`."""
     return {address for address, at in listening(pid) if at == port}
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Yields a port of this machine where nobody listens, and which is given to nobody who does not ask for it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that a server may listen there
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def _address(family: int, text: str) -> str:

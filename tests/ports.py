@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from slipstream.core.clock import WallClock
+from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelClosed
 from slipstream.core.executor import Context, Executor
 from slipstream.core.spans import NoSpans, Spans
@@ -34,7 +34,9 @@ class Port:
         return self.messages.popleft() if self.messages else None
 
 
-def start(executor: Executor, run_dir: Path, *, name: str, spans: Spans | None = None) -> dict[str, Port]:
+def start(
+    executor: Executor, run_dir: Path, *, name: str, spans: Spans | None = None, clock: Clock | None = None
+) -> dict[str, Port]:
     """Initialise `executor`; its ports by their names."""
     inputs, outputs = (*executor.inputs, "commands"), (*executor.outputs, "events")
     ports = {port: Port() for port in {*inputs, *outputs}}
@@ -45,7 +47,7 @@ def start(executor: Executor, run_dir: Path, *, name: str, spans: Spans | None =
             inputs={port: ports[port] for port in inputs},
             outputs={port: ports[port] for port in outputs},
             spans=NoSpans() if spans is None else spans,
-            clock=WallClock(),
+            clock=clock or WallClock(),
         )
     )
     return ports

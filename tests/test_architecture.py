@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_050
+MAX_LINES = 92_360
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -177,23 +177,23 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_370,
-    "batching": 455,
-    "controller": 6_415,
-    "core": 11_905,
-    "environments": 8_185,
-    "evals": 2_735,
-    "generator": 10_100,
-    "jail": 1_060,
-    "jobs": 1_035,
-    "models": 10_050,
-    "observe": 10_130,
+    "algorithms": 2_335,
+    "batching": 450,
+    "controller": 6_340,
+    "core": 11_960,
+    "environments": 8_045,
+    "evals": 2_720,
+    "generator": 10_030,
+    "jail": 1_055,
+    "jobs": 980,
+    "models": 9_980,
+    "observe": 10_065,
     "plan": 7_620,
-    "prompts": 1_520,
-    "rewards": 4_050,
-    "stages": 2_855,
-    "trainer": 6_580,
-    "weight_sync": 3_770,
+    "prompts": 1_510,
+    "rewards": 3_990,
+    "stages": 2_845,
+    "trainer": 6_535,
+    "weight_sync": 3_725,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

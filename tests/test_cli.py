@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -291,9 +292,10 @@ def test_no_torch_before_it_is_needed() -> None:
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:
-    command = f"{sys.executable} -m slipstream.cli run --help | head -1"
+    command = f"{shlex.quote(sys.executable)} -m slipstream.cli run --help | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
+    assert done.stdout, "head alone ended well"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -330,3 +332,22 @@ def test_the_python_page_says_what_is_deprecated() -> None:
         return 1
 
     assert entry("older", older).endswith("**Deprecated:** use `newer`. Return a number.\n")
+
+
+@pytest.mark.parametrize("status", [None, "interrupted", "done"])
+def test_pictures_are_of_runs_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str | None) -> None:
+    """`make figures` trains what was stopped half-way anew, in an empty folder."""
+    pytest.importorskip("playwright", reason="playwright is in the extra `dev`")
+    script = runpy.run_path(str(ROOT / "scripts" / "screenshots.py"))
+    if status is not None:
+        (tmp_path / "sync").mkdir()
+        (tmp_path / "sync" / "summary.json").write_text(json.dumps({"status": status}))
+    trained: list[Path] = []
+
+    def run(command: list[str | Path], *, check: bool) -> None:
+        assert not Path(command[-1]).exists()
+        trained.append(Path(command[-1]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert script["train"]("sync", tmp_path) == tmp_path / "sync"
+    assert trained == ([] if status == "done" else [tmp_path / "sync"])

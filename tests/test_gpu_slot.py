@@ -130,22 +130,61 @@ def test_a_later_call_adds_to_what_is_there(steps: Path, tmp_path: Path) -> None
     out = tmp_path / "out"
     assert slot("--steps", steps, "--out", out, "--only", "figures").returncode == 0
     assert list(outcomes(out)) == ["figures"]
-    assert slot("--steps", steps, "--out", out, "--from", "last").returncode == 0
-    assert list(outcomes(out)) == ["figures", "last"]
     assert slot("--steps", steps, "--out", out, "--from", "last", "--budget-s", "10").returncode == 0
     assert outcomes(out)["last"]["status"] == "no time"
+    assert slot("--steps", steps, "--out", out, "--from", "last").returncode == 0
+    assert list(outcomes(out)) == ["figures", "last"]
+    assert outcomes(out)["last"]["status"] == "ok"
     refused = slot("--steps", steps, "--out", out, "--from", "nowhere")
     assert refused.returncode == 2
     assert "no step is called nowhere; there are figures, crash" in refused.stderr
 
 
-def shipped_steps() -> list[Any]:
+def gpu_slot() -> Any:
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         import gpu_slot
     finally:
         sys.path.pop(0)
-    return gpu_slot.read_steps(gpu_slot.STEPS)
+    return gpu_slot
+
+
+@pytest.mark.parametrize(
+    ("found", "budget_s", "kept"),
+    [
+        ("ok", 40.0, "new"),
+        ("failed", 40.0, "new"),
+        ("timed out", 100.0, "new"),
+        ("timed out", 40.0, "old"),  # not its whole limit
+        ("ok", 10.0, "old"),  # not tried
+    ],
+)
+def test_what_was_not_tried_keeps_the_outcome_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str, budget_s: float, kept: str
+) -> None:
+    script = gpu_slot()
+    here = {"gpus": "one, 80 GB", "torch": "2.13", "commit": "b" * 40}
+    monkeypatch.setattr(script, "machine", lambda: here)
+    monkeypatch.setattr(script, "run_step", lambda step, *_: script.Outcome(step.name, found, "new"))
+    steps = [script.Step("one", "command", 60.0), script.Step("behind", "command", 60.0, needs="one")]
+    earlier = {one.name: script.Outcome(one.name, "ok", "old") for one in steps}
+    path = tmp_path / "results.json"
+    script.Results(here | {"commit": "a" * 40}, earlier).write(path)
+    results = script.run_steps(steps, ["one"], "python", tmp_path, budget_s)
+    assert results.outcomes["one"].command == kept
+    assert script.Results.read(path).outcomes["one"].command == kept
+    assert results.machine == here | {"commit": "a" * 40 + ", " + "b" * 40}
+    if found == "failed":  # what needs it is left out
+        assert script.run_steps(steps, ["behind"], "python", tmp_path, budget_s).outcomes["behind"].command == "old"
+    here["gpus"] = "another, 24 GB"
+    with pytest.raises(SystemExit, match=r"\(gpus one, 80 GB, here another, 24 GB\): give another --out"):
+        script.run_steps(steps, ["one"], "python", tmp_path, budget_s)
+
+
+def shipped_steps() -> list[Any]:
+    script = gpu_slot()
+    steps: list[Any] = script.read_steps(script.STEPS)
+    return steps
 
 
 def test_every_test_for_a_gpu_is_in_a_step() -> None:
@@ -169,6 +208,8 @@ def test_the_steps_name_what_there_is() -> None:
             if word.endswith(".py") or word.startswith("tests/"):
                 assert (PROJECT / word).exists(), step.name
         assert step.limit_s <= 600
+        if "--trainer.device" in words:  # with 'cuda' the generator would have the second GPU, where there is one
+            assert words[words.index("--generator.device") + 1] == "cuda:0"
 
 
 ONE_BY_ONE = """

@@ -113,6 +113,37 @@ def test_an_environment_is_made_again_whose_making_was_interrupted(
     assert commands == [[sys.executable, "-m", "venv", str(environment)]]
 
 
+@pytest.mark.parametrize(
+    ("script", "call"), [("vllm_env", ("install", "packaging")), ("older_packages", ("create", "torch==2.11.*"))]
+)
+def test_a_script_whose_installation_fails_ends_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, call: tuple[str, str]
+) -> None:
+    """What failed has been said: no traceback follows."""
+    name, package = call
+    create = runpy.run_path(str(SCRIPT.with_name(f"{script}.py")))[name]
+    (fails := tmp_path / "install.py").write_text("raise SystemExit(7)")
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: run([command[0], fails], **options))
+    with pytest.raises(SystemExit) as ended:
+        create(tmp_path / "env", package)
+    assert ended.value.code == 7
+
+
+def test_modules_that_are_not_compiled_are_told_by_their_place_in_the_environment(tmp_path: Path) -> None:
+    """Wherever that is."""
+    packages = tmp_path / "tests" / "transformers" / "models" / "site-packages"
+    left = {"tests/a.py", "pip/tests/a.py", "transformers/models/llama/a.py"}
+    for name in left | {"a.py", "pip/a.py", "transformers/a.py"}:
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).write_text("number = 1\n")
+    code = f"import sysconfig; sysconfig.get_path = lambda _: {str(packages)!r}; "
+    one_core = runpy.run_path(str(SCRIPT))["COMPILE"].replace("workers=0", "workers=1")
+    subprocess.run([sys.executable, "-c", code + one_core], check=True, timeout=60)
+    found = {str(path.parent.parent.relative_to(packages)) for path in packages.rglob("*.pyc")}
+    assert found == {".", "pip", "transformers"}
+
+
 @pytest.mark.slow
 def test_the_environment_is_made_where_there_is_none(tmp_path: Path) -> None:
     done = install(tmp_path / "env")

@@ -241,7 +241,7 @@ def measure(
 
 
 def measure_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All models that were asked for; ends the program with status 2 where there is no GPU."""
+    """All models that were asked for and that the GPU has memory for; ends the program with 2 where there is no GPU."""
     if not torch.cuda.is_available():
         print(
             f"--device cuda: torch {torch.__version__} sees no CUDA device here; nothing was measured", file=sys.stderr

@@ -19,7 +19,7 @@ from slipstream.evals.sampling import sample_completions
 from slipstream.evals.scoring import score_by
 from slipstream.prompts import build_prompts
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.measure import Auxiliary, measure, reads_logprobs
+from slipstream.trainer.measure import Auxiliary, LogprobReader, measure
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.records import TokenSample
 from slipstream.trainer.step import train_on_batch
@@ -133,7 +133,7 @@ def _columns(
     config: RunConfig, trained: Policy, batch: Sequence[Group], tokens: TokenSample
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """New and old logprobs and advantages of all tokens; the old ones are the policy's before its first update."""
-    read = reads_logprobs(trained.model, config.logprob_temperature)
+    read = LogprobReader(trained.model, config.logprob_temperature)
     sequences = [train_sequence(rollout.completion) for group in batch for rollout in group.rollouts]
     new = measure(read, sequences, microbatch_tokens=config.trainer.microbatch_tokens, batching=batching)
     keys = [sequence.key for sequence in sequences]

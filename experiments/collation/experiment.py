@@ -161,7 +161,7 @@ def section(lab: Lab) -> Section:
         f"Share of slots that are padding, {_of(workers)}": padding_table(found, balanced=workers > 1)
         for workers, found in by_workers.items()
     }
-    tables["Seconds of forward, backward and update, two cores, one worker"] = seconds_table(seconds)
+    tables["Seconds of forward, backward and update, one worker"] = seconds_table(seconds)
     return Section(
         title="Greedy collation",
         question="How much padding and time does greedy collation save, for which lengths?",

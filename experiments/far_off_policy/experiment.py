@@ -25,7 +25,7 @@ from experiments.corrections.experiment import (
     starts,
 )
 from experiments.figures import lines, panels, svg, ticks
-from experiments.lab import Lab, Made, Spec, digest, metrics, summary
+from experiments.lab import Lab, Made, Spec, digest, locked, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.disk import replace_file
 from slipstream.core.recipes import merge, stage_dir
@@ -156,10 +156,15 @@ def outcome(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any], lag: in
     )
 
 
+def read_rows(kept: Path) -> dict[str, dict[str, Any]]:
+    """The lines of `kept` by their runs' settings."""
+    return {row["settings"]: row for row in map(json.loads, kept.read_text().splitlines())} if kept.is_file() else {}
+
+
 def outcomes(lab: Lab, keys: Sequence[Key], kept: Path) -> dict[Key, Outcome]:
     """What the runs of `keys` came to. Those that `kept` has no line for are made, and added to it as they end."""
     cells = specs(lab, keys)
-    rows = {row["settings"]: row for row in map(json.loads, kept.read_text().splitlines())} if kept.is_file() else {}
+    rows = read_rows(kept)
     named = {key: digest(json.dumps(told(key), sort_keys=True)) for key in keys}
     missing = [key for key in keys if named[key] not in rows]
     if missing:
@@ -170,7 +175,9 @@ def outcomes(lab: Lab, keys: Sequence[Key], kept: Path) -> dict[Key, Outcome]:
             found = asdict(outcome(metrics(place), summary(place), key[1]))
             names = dict(zip(("loss", "lag", "lr", "seed"), key, strict=True))
             rows[named[key]] = {**names, "settings": named[key], **found, "made": asdict(lab.used[place])}
-        replace_file(kept, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
+        with locked(kept.parent):
+            rows = read_rows(kept) | rows  # another process may have added its own
+            replace_file(kept, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
     lab.used |= {lab.place(cells[key]): Made(**rows[named[key]]["made"]) for key in keys}
     return {key: Outcome(**{name: rows[named[key]][name] for name in Outcome.__annotations__}) for key in keys}
 

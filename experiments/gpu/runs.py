@@ -21,9 +21,9 @@ KV_CACHE_GB = 8.0
 WARM_STEPS = 300
 ON_GPU: Mapping[str, Any] = {
     "trainer": {"device": "cuda", "precision": "bfloat16", "microbatch_tokens": 32768},
-    "generator": {"device": "cuda", "precision": "bfloat16", "num_slots": SLOTS, "kv_cache_gb": KV_CACHE_GB},
+    "generator": {"device": "cuda:0", "precision": "bfloat16", "num_slots": SLOTS, "kv_cache_gb": KV_CACHE_GB},
 }
-"""Both on the one GPU: versions go from one to the other by CUDA IPC."""
+"""Both on the first GPU, however many there are: versions go from one to the other by CUDA IPC."""
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def section(lab: Lab) -> Section:
         f"*Shifting*: the next letter of each letter of a word of {task.SHORTEST} to {task.LONGEST}, rewarded by the "
         f"share of right letters: every token counts; {len(SEEDS)} seeds. *Spelling*: the task of async_vs_sync, "
         f"rewarded in its first three tokens; {len(FEW_SEEDS)} seeds. `continuous` has max_staleness {K}; synchronous "
-        "runs have both cores in each turn. Rewards are those of sampled answers to 200 held-out prompts. A run is "
+        "runs have all cores in each turn. Rewards are those of sampled answers to 200 held-out prompts. A run is "
         f"unstable if its training reward, averaged over {WINDOW} steps, falls more than {UNSTABLE} below its best so "
         "far, or if it ends below its beginning. The best rate is that of the best mean over the same seeds, for both.",
         tables={

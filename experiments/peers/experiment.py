@@ -45,7 +45,7 @@ def section(lab: Lab, scale: Scale | None = None) -> Section:
 
 
 def setup(found: Found, scale: Scale) -> str:
-    trl = f"TRL {found.trl} has both cores, in an environment of its own" if found.trl else NOT_THERE
+    trl = f"TRL {found.trl} has all cores, in an environment of its own" if found.trl else NOT_THERE
     return (
         "All start from one checkpoint of 0.6 M parameters that counts down or up, and learn to count down: 16 prompts "
         f"of 8 completions a step, one update each, {scale.steps} steps. Answers have 6 to 180 tokens, lognormal with "

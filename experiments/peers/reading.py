@@ -35,13 +35,15 @@ class Seen:
     admitted ones, less 1; `longest_trained` the share of the longest ones that was trained; `discarded_length` the mean
     length of the discarded over that of the trained, less 1, None where nothing was. `age` is the mean age of
     completions when trained, by their oldest token, for each bin of lengths; None where there were none.
-    `accuracy` is that of sampled answers to held-out prompts in the end.
+    `accuracy` is that of sampled answers to held-out prompts in the end, `before` when RL began, None where nobody
+    measured it.
     """
 
     ended_s: tuple[float, ...]
     rewards: tuple[float, ...]
     completions_per_s: float
     accuracy: float
+    before: float | None = None
     trainer_idle: float | None = None
     discarded: float = 0.0
     left: float = 0.0
@@ -92,6 +94,7 @@ def read_run(run: Path, length_of: Callable[[int], int]) -> Seen:
         rewards=tuple(line["reward"] for line in lines),
         completions_per_s=pace(ended_s, resolve(run / "config.toml").completions_per_step),
         accuracy=told["eval"]["after"]["sampled_accuracy"],
+        before=told["eval"]["before"]["sampled_accuracy"],
         trainer_idle=accounting.idle["trainer"],
         discarded=wasted["stale"] / sampled,
         left=wasted["left"] / sampled,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from experiments.comparison import is_as_great, is_greater
+from experiments.comparison import is_greater, keeps_gains
 from experiments.peers.contenders import CONTENDERS, K
 from experiments.peers.reading import TARGET, Seen
 from experiments.peers.runs import Found
@@ -49,7 +49,7 @@ def verdicts(found: Found) -> list[Verdict]:
 
 
 def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
-    """Cannot be said where a run of ours never got there; one of theirs counts with all it took."""
+    """Cannot be said where a run of ours never got there. One of theirs counts with all it took, at least: never no."""
     title, source = CONTENDERS[theirs].title, "README, Speed"
     claim = f"Slipstream learns sooner than {title}"
     if not {theirs, ours} <= found.seen.keys():
@@ -59,7 +59,9 @@ def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
     is_known = all(one.reached is not None for one in found.seen[ours])
     if is_known:
         got += f": {fmean(theirs_s) / fmean(ours_s):.1f} times"
-    return Verdict(claim, source, is_greater(theirs_s, ours_s) if is_known else None, got)
+    holds = is_greater(theirs_s, ours_s) if is_known else None
+    is_bound = any(one.reached is None for one in found.seen[theirs])
+    return Verdict(claim, source, (holds or None) if is_bound else holds, got)
 
 
 def until_s(one: Seen) -> float:
@@ -111,7 +113,10 @@ def _unbounded(claim: str, source: str, runs: Sequence[Seen]) -> Verdict:
 
 
 def _learns_as_much(seen: Mapping[str, Sequence[Seen]]) -> Verdict:
-    """Each of our scheduler with synchronous's loss against synchronous: no if any learns less, yes if all as much."""
+    """Each of our scheduler with synchronous's loss against synchronous: no if any learns less, yes if all as much.
+
+    Cannot be said where a synchronous run learned nothing.
+    """
     accuracies = {
         name: [one.accuracy for one in runs]
         for name, runs in seen.items()
@@ -121,7 +126,8 @@ def _learns_as_much(seen: Mapping[str, Sequence[Seen]]) -> Verdict:
     claim = f"None of the policies learns less than synchronous in as many steps (accuracy, margin {MARGIN:g})"
     if not accuracies:
         return Verdict(claim, "A, Fig. 1; L12", None, "not run")
-    told = {is_as_great(own, sync, MARGIN) for own in accuracies.values()}
+    began = [one.before for one in seen["sync"] if one.before is not None]
+    told = {keeps_gains(own, sync, began, MARGIN) for own in accuracies.values()}
     least = min(accuracies, key=lambda name: fmean(accuracies[name]))
     return Verdict(
         claim,

@@ -211,9 +211,10 @@ def launch_command(argv: Sequence[str]) -> int:
         return EXIT_DONE
     if options.ray is not None:
         return _exit_code(lambda: _on_ray(_run_config(options), options))
-    from slipstream.launch import CONTROLLER_GROUP, JOINS, cluster_of, join
+    from slipstream.controller.pipeline import CONTROLLER
+    from slipstream.launch import JOINS, cluster_of, join
 
-    if options.group == CONTROLLER_GROUP:
+    if options.group == CONTROLLER:
         if options.join:
             raise ConfigError("the controller joins nothing", got="--join with --group controller", allowed=JOINS)
         options = _of_its_recipe(options)

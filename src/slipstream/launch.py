@@ -45,7 +45,7 @@ from slipstream.core.interrupts import LEAVING, Interrupts
 from slipstream.core.keys import RUN_KEY_VARIABLE, RunKeys
 from slipstream.core.machine import num_cores
 
-CONTROLLER_GROUP, GENERATORS = "controller", "generator"
+GENERATORS = "generator"
 JOINS = "--group generator --join, on one machine"
 QUIET = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """c10d warns of every address that has no name."""
@@ -298,22 +298,17 @@ def join(job: Job) -> None:
 
 
 def _be(agent: TorchrunAgent, job: Job) -> None:
-    arguments = agent.command
     os.environ.update(agent.environment)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are taken here
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import main
 
-    if "signals_to_handle" in LaunchConfig.__dataclass_fields__:  # from torch 2.9 on it overrides the variable
-        arguments = ["--signals-to-handle", "SIGQUIT", *arguments]
     interrupts = Interrupts()
     try:
         with interrupts:
             use_rendezvous(meet(job), agent.keys, join_timeout_s=job.join_timeout)
             with _leaving(job, interrupts):
-                main(arguments)
+                main(["--signals-to-handle", "SIGQUIT", *agent.command])  # the others are taken here
                 interrupts.check()
     except ChildFailedError as error:
         interrupts.check()  # the controller had ended before

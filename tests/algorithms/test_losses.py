@@ -225,7 +225,6 @@ HAND_DERIVED = [
     # The policy is twice as likely to get to the second state as the one that sampled, at most 1.5 times by the limit.
     ("distill", {}, {"weight": "prefix"}, (0.3 + 2 * 0.6 + 0.9) / 3, [1 / 3, 2 / 3, 1 / 3]),
     ("distill", {}, {"weight": "prefix", "max_ratio": 1.5}, (0.3 + 1.5 * 0.6 + 0.9) / 3, [1 / 3, 1.5 / 3, 1 / 3]),
-    ("sft", {}, {}, -(LOG_A + LOG_B + LOG_C) / 3, [-1 / 3, -1 / 3, -1 / 3]),
     # Errors 2 and -1 of two completions.
     ("rating", {"scores": tensor(3.0, 0.0), "ratings": tensor(1.0, 1.0)}, {}, (4.0 + 1.0) / 2, [2.0, -1.0]),
     # The label is wrong in a quarter of all cases: log 1.5 + 0.25 * 0.5 * 2 log 2.
@@ -311,6 +310,9 @@ def test_clip_metrics_count_where_the_clip_binds():
     assert of_sequences["clipped_low_frac"] == of_sequences["clipped_high_frac"] == 0.5
     assert of_sequences["sequence_ratio"] == pytest.approx(1.25)
     assert of_sequences["sequence_ratio_max"] == pytest.approx(2.0)
+    assert "sequence_ratio" not in evaluate("aipo", HAND)[2], "which tells whose ratios are clipped"
+    for level, ratio in (("sequence", (2.0 + 0.5) / 2), ("geometric", (2.0**0.5 + 0.5) / 2)):
+        assert evaluate("aipo", HAND, level=level)[2]["sequence_ratio"] == pytest.approx(ratio)
     _, _, dual = evaluate("ppo", replace(HAND, advantages=tensor(-4.0, 1.0, -2.0)), dual_clip=1.5)
     assert dual["dual_clipped_frac"] == pytest.approx(1 / 3)
 
@@ -328,10 +330,17 @@ def test_value_metrics_explain_the_variance_of_the_returns():
     assert metrics["explained_variance"] == pytest.approx(1 - (11 / 3) / (41 / 3 - 9))
 
 
+def test_scores_by_label():
+    _, _, labelled = evaluate("kto", replace(HAND, **LABELLED), beta=0.5)
+    assert labelled["score_desirable"] == pytest.approx(0.5 * LN2)
+    assert labelled["score_undesirable"] == pytest.approx(-0.5 * LN2)
+
+
 def test_preference_and_choice_metrics():
     _, _, pairs = evaluate("online_dpo", HAND, beta=0.5)
     assert pairs["preference_accuracy"] == 1.0
     assert pairs["score_preferred"] == pytest.approx(0.5 * LN2)
+    assert pairs["score_rejected"] == pytest.approx(-0.5 * LN2)
     assert pairs["preference_margin"] == pytest.approx(LN2)
     _, _, tied = evaluate("bradley_terry", replace(HAND, scores=tensor(3.0, 3.0)))
     assert tied["preference_accuracy"] == 0.5

@@ -24,10 +24,11 @@ from pathlib import Path
 from adversary import Adversary, Growth
 from chaos_config import RECIPE
 from lineage_audit import lines
-from process_tree import adopt_orphans, descendants, is_alive, reap, roles, state
+from process_tree import adopt_orphans, reap, roles
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the scripts of this folder; under pytest it is there
 from accounted import check_runs
+from processes import descendants, is_alive, state
 
 MOST_OVERHEAD = 0.25
 """Share of its time that a whole quickstart's controller spends on handing on messages, at most: a sixth is usual."""

@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for the scripts of this folder; under pytest it is there
+from processes import children, command_line, descendants, is_alive
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -25,42 +29,6 @@ def adopt_orphans() -> None:
     """From now on, what outlives its parent below this process becomes its child, and can be found and counted."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def children(pid: int) -> list[int]:
-    """Those that any of its threads has started; nothing of a process that has ended meanwhile."""
-    found: list[int] = []
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def descendants(pid: int) -> list[int]:
-    """Its children, theirs, and so on, parents first."""
-    return [one for child in children(pid) for one in (child, *descendants(child))]
-
-
-def state(pid: int) -> str:
-    """'R', 'S', 'T', 'Z' ... of /proc, '' of a process that is no more."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def is_alive(pid: int) -> bool:
-    """False of a zombie, too."""
-    return state(pid) not in ("", "Z")
-
-
-def command_line(pid: int) -> list[str]:
-    """Its arguments; none of a zombie."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def roles(controller: int) -> dict[str, list[int]]:

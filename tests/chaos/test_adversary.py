@@ -9,7 +9,7 @@ import time
 
 from adversary import KINDS, VICTIMS, Adversary, Fault, Growth, Lines, plan
 from chaos_run import recovery_times
-from process_tree import state
+from processes import state
 
 
 def first(seed: int, run: int, count: int = 200) -> list[Fault]:

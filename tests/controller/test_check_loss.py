@@ -24,7 +24,6 @@ GDPO = {"several_rewards": "normalise_then_sum"}
         ({"loss": GDPO | {"truncated": "penalty"}}, "no sum"),
         ({"loss": GDPO, "kl": {"coef": 0.1}}, "no sum"),
         ({"loss": GDPO, "rewards": {"terms": [TERMS[0], TERMS[1] | {"at_least": 0.0}]}}, "no sum"),
-        ({"rewards": {"terms": [TERMS[0] | {"at_least": 0.5}]}}, "constraints alone"),
         ({"kl": {"coef": 0.1, "place": "loss"}}, "gradient of k1"),
         ({"kl": {"target": 6.0}}, "needs a start"),
         ({"kl": {"coef": 0.1, "target": 6.0, "horizon": 25.0}}, "whole KL coefficient"),

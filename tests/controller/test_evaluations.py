@@ -18,7 +18,7 @@ def answer(eval_id: int, ordinal: int) -> EvalScored:
 
 def test_the_replica_with_the_newest_version_is_asked():
     evaluations = PendingEvaluations()
-    requests = evaluations.begin(PROMPTS, (GREEDY, SAMPLED), {0: 3, 1: 4, 2: 4})
+    requests = [one for kind in (GREEDY, SAMPLED) for one in evaluations.begin(PROMPTS, kind, {0: 3, 1: 4, 2: 4})]
     assert [(replica, request.temperature) for replica, request in requests] == [(1, GREEDY), (1, SAMPLED)]
     first = requests[0][1].eval_id
     assert [evaluations.scored(answer(first, i)) is None for i in range(3)] == [True, True, False]
@@ -28,7 +28,7 @@ def test_the_replica_with_the_newest_version_is_asked():
 @pytest.mark.parametrize("others", [{}, {0: 7}])
 def test_an_evaluation_of_a_lost_replica_begins_anew(others):
     evaluations = PendingEvaluations()
-    [(_, request)] = evaluations.begin(PROMPTS, (GREEDY,), {1: 7})
+    [(_, request)] = evaluations.begin(PROMPTS, GREEDY, {1: 7})
     evaluations.scored(answer(request.eval_id, 0))
     asked = evaluations.ask_again(others)
     if not others:
@@ -48,7 +48,7 @@ def test_an_evaluation_of_a_lost_replica_begins_anew(others):
 def test_an_answer_that_comes_twice_counts_once():
     """Rewards that were started again score once more what may have been scored."""
     evaluations = PendingEvaluations()
-    [(_, request)] = evaluations.begin(PROMPTS, (GREEDY,), {0: 0})
+    [(_, request)] = evaluations.begin(PROMPTS, GREEDY, {0: 0})
     assert [evaluations.scored(answer(request.eval_id, i)) for i in (0, 1, 0, 1)] == [None] * 4
     done = evaluations.scored(answer(request.eval_id, 2))
     assert done is not None
@@ -58,7 +58,7 @@ def test_an_answer_that_comes_twice_counts_once():
 
 def test_without_held_out_prompts_nothing_is_evaluated():
     evaluations = PendingEvaluations()
-    assert evaluations.begin([], (GREEDY,), {0: 0}) == []
+    assert evaluations.begin([], GREEDY, {0: 0}) == []
     assert not evaluations
 
 

@@ -189,7 +189,7 @@ def scored(ordinal: int) -> GroupScored:
 
 
 def failed(name: str, error: str = "RuntimeError: boom", *, may_follow: bool = False) -> Failed:
-    return Failed(executor=name, error=error, traceback="", may_follow=may_follow)
+    return Failed(executor=name, error=error, may_follow=may_follow)
 
 
 def ordinals(played: Played, count: int) -> list[int]:

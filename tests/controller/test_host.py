@@ -290,8 +290,9 @@ def test_an_error_is_reported_with_its_kind_and_where_it_was(made: Any, capsys: 
     assert code == 1
     [failed] = [message for message in one.said() if isinstance(message, Failed)]
     assert (failed.executor, failed.error, failed.may_follow) == ("trainer", "ValueError: boom", False)
-    assert 'raise ValueError("boom")' in failed.traceback
-    assert "ValueError: boom" in capsys.readouterr().err, "it is in the log, too"
+    log = capsys.readouterr().err
+    assert 'raise ValueError("boom")' in log
+    assert "ValueError: boom" in log
     one.ends["controller"].inputs["events"].close()
     assert report(one.host.ports, "trainer", ValueError("boom"), num_ranks=1) == 1, "also when nobody listens"
 

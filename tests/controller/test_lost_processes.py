@@ -278,7 +278,7 @@ def test_without_a_trainers_rank_this_attempt_is_over_and_the_next_may_go_on(mak
 
 
 def failed(name: str, error: str, *, may_follow: bool) -> Failed:
-    return Failed(executor=name, error=error, traceback="", may_follow=may_follow)
+    return Failed(executor=name, error=error, may_follow=may_follow)
 
 
 def hears_failure(run: Run, message: Failed) -> None:

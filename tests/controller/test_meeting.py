@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from listeners import held_port
 
 from slipstream.controller import meeting as meeting_module
 from slipstream.controller.meeting import (
@@ -90,14 +90,13 @@ def test_waits_for_a_controller_have_a_deadline_and_say_whom_they_wait_for(
             read_address(str(tmp_path / file), timeout_s=0.1)
     with pytest.raises(SlipstreamError, match="announced no run"):
         read_spec(Meeting(Listen(), timeout_s=10).store, RunKeys.new(), timeout_s=0.1)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(SlipstreamError, match=f"no controller answered for 0.5 s[\\s\\S]*127.0.0.1:{port}"):
-        attend(f"127.0.0.1:{port}", timeout_s=0.5)
-    monkeypatch.setattr(meeting_module, "READ_AGAIN_S", 0.1)
-    asked = iter([False, True])
-    with pytest.raises(RunIsOver):
-        attend(f"127.0.0.1:{port}", timeout_s=60.0, is_over=lambda: next(asked))
+    with held_port() as port:
+        with pytest.raises(SlipstreamError, match=f"no controller answered for 0.5 s[\\s\\S]*127.0.0.1:{port}"):
+            attend(f"127.0.0.1:{port}", timeout_s=0.5)
+        monkeypatch.setattr(meeting_module, "READ_AGAIN_S", 0.1)
+        asked = iter([False, True])
+        with pytest.raises(RunIsOver):
+            attend(f"127.0.0.1:{port}", timeout_s=60.0, is_over=lambda: next(asked))
 
 
 def test_a_file_that_vanishes_between_two_looks_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +147,8 @@ def test_a_group_finds_a_controller_that_was_started_again_elsewhere(
     """The file that it reads first is of an earlier start."""
     monkeypatch.setattr(meeting_module, "READ_AGAIN_S", 0.5)
     file = tmp_path / "address"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
-    with ThreadPoolExecutor(1) as pool:
+    with held_port() as port, ThreadPoolExecutor(1) as pool:
+        file.write_text(f"127.0.0.1:{port}\n")
         attending = pool.submit(attend, str(file), timeout_s=60)
         assert wait([attending], timeout=0.5).not_done
         meeting = Meeting(Listen(address_file=file), timeout_s=10)

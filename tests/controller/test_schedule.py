@@ -383,7 +383,8 @@ def test_sync_trains_ordinals_in_order_and_replaces_dropped_groups_at_the_same_v
     assert [c.ordinal for c in schedule.apply(swapped(0, 1))] == [3, 4]
 
 
-def test_no_signal_at_all_is_an_error_not_an_endless_run():
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_no_signal_at_all_is_an_error_not_an_endless_run(is_restored):
     config = ScheduleConfig(
         groups_per_step=1,
         completions_per_group=2,
@@ -398,6 +399,9 @@ def test_no_signal_at_all_is_an_error_not_an_endless_run():
     for ordinal in range(3):
         schedule.apply(scored(ordinal, has_signal=False))
         schedule.apply(finished(ordinal, 0, 0))
+    if is_restored:
+        schedule = Schedule.restore(config, schedule.snapshot())
+        schedule.apply(swapped(0, 0))
     with pytest.raises(SlipstreamError, match="no signal"):
         schedule.apply(scored(3, has_signal=False))
 
@@ -412,6 +416,19 @@ def test_a_stopping_schedule_learns_but_starts_nothing():
     assert schedule.apply(scored(0)) == [], "a batch is ready, and no step may begin"
     assert not schedule.training
     assert schedule.snapshot().readmit == [0, 1]
+
+
+def test_an_interrupt_leaves_a_run_ended_that_was_about_to_end():
+    config = ScheduleConfig(
+        groups_per_step=1, completions_per_group=1, max_staleness=1, reorder_window=1, steps=9, capacity=4
+    )
+    schedule = Schedule(config)
+    schedule.apply(swapped(0, 0))
+    schedule.apply(scored(0))
+    schedule.apply(Stop(because="patience"))
+    schedule.apply(Stop())
+    schedule.apply(StepDone(step=0, version=1, metrics={}))
+    assert (schedule.stopped_because, schedule.is_finished) == ("patience", True)
 
 
 def test_waits_for_names_the_culprit():

@@ -52,6 +52,13 @@ def test_sampled_tokens_a_second_are_those_since_rl_began_or_of_the_last_reports
     assert tally.generated_tokens_per_s == pytest.approx(300.0)  # of the last reports alone
 
 
+def test_an_interrupt_leaves_the_cause_of_an_early_end() -> None:
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=VirtualClock())
+    for seq, stop in enumerate((Stop(because="patience"), Stop())):
+        tally.take(Decision(seq, 0.0, stop, []))
+    assert tally.stopped_because == "patience"
+
+
 def answer(ordinal: int, reward: float, **parts: float | None) -> EvalScored:
     return EvalScored(
         eval_id=0,
@@ -65,15 +72,19 @@ def answer(ordinal: int, reward: float, **parts: float | None) -> EvalScored:
     )
 
 
+def unevaluated(tally: Tally) -> tuple[float, ...]:
+    return tuple(kind for kind in (GREEDY, SAMPLED) if not tally.knows(4, "", kind))
+
+
 def test_an_evaluation_is_known_by_its_reward_whether_or_not_there_is_a_measure() -> None:
     """Without one, too, nothing is evaluated twice, and a resume knows it from the metrics."""
     scores = [answer(0, -0.25, brevity=-0.25), answer(1, -0.75, brevity=-0.75)]
     for measure, accuracy in ((None, None), ("brevity", 0.0)):
         found = measured(scores, measure)
         tally = Tally(resolve("quickstart"), started_s=0.0)
-        assert tally.unevaluated(4) == (GREEDY, SAMPLED)
+        assert unevaluated(tally) == (GREEDY, SAMPLED)
         tally.take(EvaluationDone(4, GREEDY, found, scores))
-        assert tally.unevaluated(4) == (SAMPLED,)
+        assert unevaluated(tally) == (SAMPLED,)
         tally.take(EvaluationDone(4, SAMPLED, found, scores[:1]))
         evaluation = tally.evaluation(4)
         assert evaluation is not None
@@ -82,14 +93,14 @@ def test_an_evaluation_is_known_by_its_reward_whether_or_not_there_is_a_measure(
         resumed = Tally(resolve("quickstart"), started_s=0.0)
         for prefix in (GREEDY_PREFIX, SAMPLED_PREFIX):
             resumed.recall({"step": 4, "version": 4, **flatten(found.metrics(prefix))})
-        assert resumed.unevaluated(4) == ()
+        assert unevaluated(resumed) == ()
         assert resumed.evaluation(4) == evaluation
 
 
 def test_an_older_run_s_evaluations_are_recalled() -> None:
     tally = Tally(resolve("quickstart"), started_s=0.0)
     tally.recall({"step": 4, "version": 4, "eval_accuracy": 0.5})
-    assert tally.unevaluated(4) == (SAMPLED,)
+    assert unevaluated(tally) == (SAMPLED,)
     found = tally.evaluation(4)
     assert found is not None
     assert (found.accuracy, found.reward, found.reward_parts) == (0.5, None, {})

@@ -25,6 +25,8 @@ class TcpProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.num_accepted = 0
+        self.num_bytes = 0
+        """Forwarded in both directions."""
         self.tap: Callable[[bytes], object] = len
         """Gets all bytes that pass."""
         self._other: dict[socket.socket, socket.socket] = {}
@@ -131,6 +133,7 @@ class TcpProxy:
             if data:
                 self.tap(data)
                 other.sendall(data)
+                self.num_bytes += len(data)
                 return
         except OSError:
             pass

@@ -283,7 +283,8 @@ def test_a_late_acknowledgement_to_a_dead_receiver_leaves_no_gap(raw: tuple[Inbo
 CHILD = """
 import sys
 from pathlib import Path
-from slipstream.core.channel import ChannelSpec, Kind, connect, wait
+from slipstream.core.channel import connect, wait
+from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.service_messages import CheckpointSaved
 from slipstream.core.types import Stop
 specs = [

@@ -191,6 +191,11 @@ def test_what_trl_weighs_beside_the_loss() -> None:
     assert (config.loss.advantages, config.loss.entropy_coef, config.loss.truncated) == ("group_mean", 0.01, "mask")
     assert found.notes == []
     assert converted(beta=0.04, use_bias_correction_kl=False)[1].kl.corrected is False
+    whole = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    for beside in ({"beta": 0.04}, {"entropy_coef": 0.01}, {"beta": 0.04, "entropy_coef": 0.01}):
+        noted = of_kind(converted(**whole, **beside)[0], "differs")
+        assert noted.keys() == beside.keys(), "summed over a completion, not averaged"
+        assert all("the mean over tokens" in why for why in noted.values())
     for one in ({"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}):
         found, config = converted(**one)
         assert config.loss.whiten_advantages == "batch"

@@ -232,7 +232,7 @@ def test_every_option_of_trls_grpo_is_known() -> None:
 
 def test_a_loss_of_another_kind_is_offered_to_nobody() -> None:
     others = {name for name, loss in LOSSES.items() if loss.kind != "policy"}
-    assert len(others) == 9
+    assert len(others) == 8
     for name in ("bradly_terry", "choise", "nothing", "sft", "value", "dpo", "kt"):
         with pytest.raises(ConfigError) as refused:
             check_loss(resolve("quickstart", {"loss.name": name}))

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from barriers import needs
 from drive import ends, repeat, rewards, until, wait_for
 from loopback import needs_loopback
+from processes import not_gone
 from test_agents_in_pools import script
-from test_workers import needs, still_alive, trees
+from test_workers import trees
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
@@ -128,7 +130,7 @@ def test_what_a_program_leaves_behind_ends_with_it_or_with_the_worker(make: Make
     assert rewards(ends(pool, 1)) == {"a": 1.0}
     left = trees(pool)
     pool.close()
-    assert not still_alive(left)
+    assert not not_gone(left)
 
 
 def test_processes_that_are_left_behind_leave_room_for_the_next_program(make: MakePool, tmp_path: Path) -> None:

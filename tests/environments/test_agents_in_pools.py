@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import runpy
 import textwrap
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from drive import GENEROUS_S, ends, repeat, reply, rewards, until, wait_for
+from processes import descendants, is_alive
 
 from slipstream.core.clock import VirtualClock
+from slipstream.environments.agents import AgentMaker, FunctionAgent
 from slipstream.environments.answers import Asked, Lost
 from slipstream.environments.asks import Refused, TurnReply
 from slipstream.environments.inline import InlinePool
@@ -150,6 +153,29 @@ def test_an_agent_of_this_process_asks_past_the_proxy_that_the_environment_names
     assert rewards(ends(pool, 1)) == {"a": 3.0}
     pool.close()
     assert {name: os.environ[name] for name in ("no_proxy", "NO_PROXY") if name in os.environ} == before
+
+
+def test_the_shipped_agent_asks_past_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported before the run begins."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_agent.py"))
+
+    async def play(*asked: Any) -> Any:
+        try:
+            return await example["play"](*asked)
+        finally:
+            await example["client"]().close()  # the loop ends before the process does
+
+    pool = InlinePool([AgentMaker(FunctionAgent(play))], step_limit_s=GENEROUS_S)
+    try:
+        pool.wait_ready()
+        pool.open("a", 0, {"prompt": "guess"})
+        number = 1 + zlib.crc32(b"guess") % 16
+        assert rewards(ends(pool, 1, lambda _: reply(str(number)))) == {"a": 1.0}
+    finally:
+        pool.close()
 
 
 @INLINE
@@ -412,13 +438,13 @@ def test_open_episodes_end_with_their_pool_and_nothing_is_left(
 ) -> None:
     before = {thread.ident for thread in threading.enumerate()}
     descriptors = len(os.listdir("/proc/self/fd"))
-    others = set(children_of(os.getpid()))  # of tests before this one, such as the process that renders chats
+    others = set(descendants(os.getpid()))  # of tests before this one, such as the process that renders chats
     pool = make_agents("run", "run_plain", ("program", script(tmp_path, PROGRAM)), ("lines", script(tmp_path, LINES)))
     for source in range(4):
         pool.open(source, source, {"do": "talk", "text": "abc", "turns": 1})
         pool.open(4 + source, source, {"do": "talk", "text": "abc", "turns": 1})
     wait_for(pool, 8)
-    below = set(children_of(os.getpid())) - others
+    below = set(descendants(os.getpid())) - others
     assert len(below) >= 2
     pool.close()
     assert not [pid for pid in below if is_alive(pid)]
@@ -459,20 +485,3 @@ def test_nothing_of_an_episode_is_left_in_its_host(make_agents: MakePool, tmp_pa
     assert rewards(ends(pool, 3)) == dict.fromkeys(range(3), 0.5)
     looks = (counted() for _ in range(200))  # connections and threads end a little later
     assert any(all(now <= then for now, then in zip(look, before, strict=True)) for look in looks), (before, counted())
-
-
-def children_of(pid: int) -> set[int]:
-    """Return all processes below `pid`; threads and processes may end meanwhile."""
-    found: set[int] = set()
-    for children in Path("/proc").glob(f"{pid}/task/*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for child in map(int, children.read_text().split()):
-                found |= {child} | children_of(child)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

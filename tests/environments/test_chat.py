@@ -34,7 +34,8 @@ from slipstream.environments import chat as chat_module
 from slipstream.environments.build import build_chat
 from slipstream.environments.chat import PlainChat, TemplateChat
 from slipstream.environments.chat_proof import prove
-from slipstream.environments.forms import MAX_CHARACTERS, MAX_MESSAGES, checked
+from slipstream.environments.forms import MAX_CHARACTERS, checked
+from slipstream.environments.protocol import MAX_MESSAGES
 from slipstream.models import foreign_text
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.models.tokenizer import CharTokenizer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from user_environments import Counter, add
+from user_environments import Counter, Maze, add
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.user_code import FROM_PYTHON
 from slipstream.environments.given import with_given_environment
+from slipstream.stages.named import check_named
 
 CONFIG = resolve(
     {"recipe": "t", "steps": 1, "model": {"max_positions": 1024}, "prompts": {"tasks": [{"name": "chain_sum"}]}},
@@ -26,3 +27,16 @@ def test_a_factory_of_trl_stands_alone_or_beside_tools() -> None:
 def test_an_environment_and_a_factory_are_two() -> None:
     with pytest.raises(ConfigError, match="an episode has one environment"):
         with_given_environment(CONFIG, Counter, environment_factory=Counter)
+
+
+@pytest.mark.parametrize("section", ["rewards", "gold"])
+def test_constraints_go_with_an_environment_that_gives_the_reward(section: str) -> None:
+    bound = {section: {"terms": [{"function": "regex", "params": {"pattern": "a"}, "at_least": 1.0}]}}
+    config = resolve(CONFIG.model_dump(), bound)
+    with pytest.raises(ConfigError, match="constraints alone"):
+        check_named(config)
+    episodes, given = with_given_environment(config, Maze)
+    check_named(episodes, environments=given)
+    if section == "rewards":
+        with pytest.raises(ConfigError, match="constraints alone"):
+            check_named(with_given_environment(config, tools=[add])[0])

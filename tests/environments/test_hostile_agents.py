@@ -8,16 +8,17 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from barriers import needs
 from drive import ends, repeat, rewards, until, wait_for
 from loopback import needs_loopback
 from test_agents_in_pools import script
-from test_workers import needs
 
 from slipstream.core.errors import ConfigError
 from slipstream.environments import hosting
@@ -123,13 +124,14 @@ def make_of(tmp_path: Path) -> Iterator[MakePool]:
         pool.close()
 
 
-def test_nothing_but_the_gateway_can_be_reached(make_of: MakePool, tmp_path: Path) -> None:
+def test_nothing_but_the_gateway_can_be_reached(make_of: MakePool) -> None:
     needs("network", "syscalls")
     pool = make_of("agent")
     assert pool.isolation >= {"network", "syscalls"}
     rows: list[dict[str, Any]] = []
     name = f"\0slipstream-{os.getpid()}"
     with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,  # names of sockets are short
         socket.create_server(("127.0.0.1", 0)) as here,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
         socket.socket(socket.AF_UNIX) as abstract,
@@ -138,7 +140,7 @@ def test_nothing_but_the_gateway_can_be_reached(make_of: MakePool, tmp_path: Pat
         datagrams.bind(("127.0.0.1", 0))
         abstract.bind(name)
         abstract.listen()
-        file = tmp_path / "socket"
+        file = Path(folder) / "socket"
         of_a_file.bind(str(file))
         file.chmod(0o777)
         of_a_file.listen()

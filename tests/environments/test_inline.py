@@ -126,10 +126,10 @@ class Built:
         (partial(FunctionTools, [meet, rest]), ["rest", "meet", "rest"], ["rested", "met", "rested"], None),
         (partial(FunctionTools, [meet, stop]), ["stop", "meet"], ["Error: StopIteration", "met"], None),
         (partial(FactoryEnvironment, Meeting), ["look"], ["True"], 1.0),
-        (partial(FactoryEnvironment, {"a": Meeting}, tools=[rest]), ["rest", "look"], ["rested", "True"], 1.0),
+        (partial(FactoryEnvironment, Meeting, tools=[rest]), ["rest", "look"], ["rested", "True"], 1.0),
         (Built, ["rest", "meet"], ["rested", "met"], None),
     ],
-    ids=["tools", "plain and async tools", "a tool that stops", "TRL", "TRL by name", "tools within"],
+    ids=["tools", "plain and async tools", "a tool that stops", "TRL", "TRL and an async tool", "tools within"],
 )
 def test_plain_functions_of_two_episodes_run_side_by_side(
     make: Callable[[], Any], calls: list[str], answers: list[str], reward: float | None
@@ -138,7 +138,7 @@ def test_plain_functions_of_two_episodes_run_side_by_side(
     MEETING.reset()
     try:
         pool.wait_ready()
-        assert not any(isinstance(one, Lost) for one in opened(pool, ["a", "b"], 0, environment="a").values())
+        assert not any(isinstance(one, Lost) for one in opened(pool, ["a", "b"], 0).values())
         tool_calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in calls]
         for key in ("a", "b"):
             pool.take(key, 1, {"role": "assistant", "content": "", "tool_calls": tool_calls})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from slipstream.environments.calculator import Calculator
 from slipstream.environments.checks import check_environments
 from slipstream.environments.given import with_given_environment
 from slipstream.environments.guess import Guess
-from slipstream.environments.protocol import answer, begin, tool_schemas
+from slipstream.environments.protocol import play, tool_schemas
 from slipstream.environments.sources import SHIPPED, EnvironmentSource, load, make_source
 from slipstream.environments.tools import ToolEnvironment
-from slipstream.environments.trl import FactoryEnvironment
 
 HERE = Path(__file__).parent
 FILE = HERE / "user_environments.py"
@@ -33,8 +31,9 @@ def test_a_class_from_a_file() -> None:
     make = load(make_source("class", f"{FILE}:Maze", params={"size": 3}))
     environment, other = make(), make()
     assert environment is not other
-    assert asyncio.run(begin(environment, {"level": 1})) == [{"role": "user", "content": "###"}]
-    assert asyncio.run(answer(environment, {"role": "assistant", "content": "up"})).reward == 3.0
+    played = asyncio.run(play(environment, lambda _: "up", columns={"level": 1}))
+    assert played.messages[0] == {"role": "user", "content": "###"}
+    assert played.reward == 3.0
 
 
 def test_a_class_from_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,22 +96,6 @@ def test_tools_of_one_file_are_of_one_module() -> None:
     assert one.__globals__ is other.__globals__
 
 
-def test_a_factory_is_probed_once_and_the_probe_is_used() -> None:
-    make = load(make_source("factory", f"{FILE}:Counter", tools=[f"{FILE}:add"]))
-    made = sys.modules["slipstream_user_user_environments"].MADE
-    assert len(made) == 1
-    first, second = make(), make()
-    assert isinstance(first, FactoryEnvironment)
-    assert [first.environment, second.environment] == made
-    assert first.environment is not second.environment
-    assert names(first) == ["add", "increment", "look"]
-
-
-def test_a_function_is_a_factory_too() -> None:
-    environment = load(make_source("factory", f"{FILE}:make_counter", params={"start": 4}))()
-    assert environment.environment.count == 4
-
-
 def test_shipped_environments_have_names() -> None:
     assert isinstance(load(make_source("class", "guess", params={"n": 4}))(), Guess)
     assert isinstance(load(make_source("class", "calculator"))(), Calculator)
@@ -121,13 +104,8 @@ def test_shipped_environments_have_names() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "clas", "path": "x.py:X"}, "did you mean 'class'"),
-    ({"kind": "class"}, "has a path"),
-    ({"kind": "tools"}, "has functions, and nothing else"),
-    ({"kind": "tools", "path": f"{FILE}:add"}, "has functions, and nothing else"),
-    ({"kind": "tools", "tools": [f"{FILE}:add"], "params": {"a": 1}}, "has functions, and nothing else"),
-    ({"kind": "class", "path": f"{FILE}:Maze", "tools": [f"{FILE}:add"]}, "no tools beside it"),
-    ({"kind": "factory", "path": "guess"}, "'guess' is no TRL environment"),
+    ({"kind": "class"}, "no path to a class"),
+    ({"kind": "agent", "path": "guess"}, "'guess' is no agent"),
     ({"kind": "class", "path": "gess"}, "did you mean 'guess'"),
     ({"kind": "class", "path": "nowhere.py:Maze"}, "no such file"),
     ({"kind": "class", "path": "~nobody-of-this-name/maze.py:Maze"}, "no such file"),
@@ -156,10 +134,6 @@ def test_what_the_text_shows_is_refused_before_an_import(fields: dict[str, Any],
         ({"kind": "class", "path": f"{FILE}:Counter"}, "no method 'step'(.|\n)*environment_factory="),
         ({"kind": "class", "path": f"{FILE}:NoReset"}, "no method 'reset'"),
         ({"kind": "class", "path": "slipstream.environments.protocol:Environment"}, "no method 'step'"),
-        ({"kind": "factory", "path": f"{FILE}:NoReset"}, "has no method 'reset'"),
-        ({"kind": "factory", "path": f"{FILE}:BadTool"}, "tool 'move' has type hints"),
-        ({"kind": "factory", "path": f"{FILE}:Broken"}, r"OSError: no such server \(user_environments.py, line"),
-        ({"kind": "factory", "path": f"{FILE}:Counter", "params": {"a": 1}}, "no parameter 'a'"),
         ({"kind": "tools", "tools": [f"{FILE}:no_tool"]}, r"tool 'no_tool' has (.|\n)*user_environments.py, line"),
         ({"kind": "tools", "tools": [f"{FILE}:add", f"{FILE}:add"]}, "two tools have the name 'add'"),
     ],

@@ -88,18 +88,13 @@ def test_llama3_malformed_calls(text: str) -> None:
     assert len(parse(text, "llama3").errors) == 1
 
 
-def test_smollm_takes_a_list_and_an_object() -> None:
+@pytest.mark.parametrize("format", ["smollm", "json_tags"])
+def test_a_list_and_an_object(format: str) -> None:
     text = '<tool_call>[{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}]</tool_call>'
-    assert called(parse(text, "smollm")) == [("a", {"x": 1}), ("b", {})]
-    assert called(parse('<tool_call>{"name": "a", "arguments": {}}</tool_call>', "smollm")) == [("a", {})]
-    assert parse("<tool_call>[]</tool_call>", "smollm").tool_calls == []
+    assert called(parse(text, format)) == [("a", {"x": 1}), ("b", {})]
+    assert called(parse('<tool_call>{"name": "a", "arguments": {}}</tool_call>', format)) == [("a", {})]
+    assert parse("<tool_call>[]</tool_call>", format).tool_calls == []
     assert parse(text, "hermes").errors == ["a call is a JSON object with a name and arguments"]
-
-
-def test_json_in_tags_of_the_callers() -> None:
-    turn = parse('so <<{"name": "a"}>> and <tool_call>', "json_tags", tags=("<<", ">>"))
-    assert called(turn) == [("a", {})]
-    assert turn.content == "so  and <tool_call>"
 
 
 def test_calls_in_a_thought_are_not_made() -> None:
@@ -254,8 +249,6 @@ def test_no_text_raises_or_passes_its_bounds(format: str, text: str, is_thinking
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         parse("", "herms")
-    with pytest.raises(ConfigError, match="two different texts"):
-        parse("", "json_tags", tags=("|", "|"))
 
 
 QWEN = (

@@ -13,7 +13,6 @@ from slipstream.environments.protocol import (
     EnvironmentFault,
     as_messages,
     extends_prompt,
-    last_reward,
     play,
     tool_schemas,
 )
@@ -63,7 +62,7 @@ def test_public_methods_are_tools_but_reset_and_get_reward() -> None:
 def test_without_a_reward_and_without_a_word() -> None:
     environment = FactoryEnvironment(Plain)
     assert as_messages(asyncio.run(environment.reset(target=3))) == []
-    assert asyncio.run(last_reward(environment)) is None
+    assert asyncio.run(environment.final_reward()) is None
     assert played(environment, [tool_call("name", "{}"), "x"]).messages[-2]["content"] == "None"
 
 
@@ -72,20 +71,6 @@ def test_each_environment_has_an_object_of_its_own() -> None:
     played(first, [tool_call("increment", '{"step": 2}'), ""], target=3)
     assert first.environment is not second.environment
     assert (first.environment.count, second.environment.count) == (2, 0)
-
-
-def test_a_row_chooses_among_several_factories() -> None:
-    environment = FactoryEnvironment({"counter": Counter, "plain": Plain}, tools=[add])
-    assert tool_schemas(environment) == []
-    asyncio.run(environment.reset(environment="counter", target=3, level=1))
-    assert names(environment) == ["add", "increment", "look"]
-    assert environment.environment.columns == {"level": 1}
-    asyncio.run(environment.reset(environment="plain"))
-    assert names(environment) == ["add", "name"]
-    with pytest.raises(EnvironmentFault, match="'environment' is 'count'; did you mean 'counter'"):
-        asyncio.run(environment.reset(environment="count"))
-    with pytest.raises(EnvironmentFault, match="there are: counter, plain"):
-        asyncio.run(environment.reset())
 
 
 def test_what_reset_returns_is_text() -> None:
@@ -104,5 +89,3 @@ def test_objects_that_are_no_environments() -> None:
         FactoryEnvironment(BadTool)
     with pytest.raises(ConfigError, match="two tools have the name 'increment'"):
         FactoryEnvironment(Counter, tools=[Counter().increment])
-    with pytest.raises(ConfigError, match="a class or a function without parameters"):
-        FactoryEnvironment("Counter")  # type: ignore[arg-type]

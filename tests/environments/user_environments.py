@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-MADE: list[Any] = []
-
 
 class Maze:
     def __init__(self, size: int, *, wall: str = "#") -> None:
@@ -22,7 +20,6 @@ class Counter:
     """TRL's own example, with a target from the row."""
 
     def __init__(self) -> None:
-        MADE.append(self)
         self.count = 0
 
     @property
@@ -63,12 +60,6 @@ class Plain:
         """Tell the name."""
 
 
-def make_counter(start: int = 0) -> Counter:
-    counter = Counter()
-    counter.count = start
-    return counter
-
-
 def add(a: int, b: int) -> int:
     """Add two integers.
 
@@ -102,11 +93,6 @@ class BadTool:
 
     def move(self, where):  # type: ignore[no-untyped-def]
         """Move."""
-
-
-class Broken(Plain):
-    def __init__(self) -> None:
-        raise OSError("no such server")
 
 
 number = 3

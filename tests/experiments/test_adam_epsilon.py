@@ -130,6 +130,15 @@ def test_verdicts_follow_the_rules_of_the_readme(factors, words):
     assert [verdict.holds for verdict in verdicts(found)] == words
 
 
+@pytest.mark.parametrize("of_torch", [0.0, 1.0])
+def test_a_factor_over_nothing_decides_nothing(of_torch):
+    found = made_up(dict(zip(NAMES, (2.0, 3.0, 5.0), strict=True)))
+    for adam, value in {"torch": of_torch, "tensorflow": 0.0}.items():
+        for numbers in found[NAMES[-1]][0][adam].values():
+            numbers["policy/approxkl"] = value
+    assert verdicts(found)[-1].holds is None
+
+
 def test_where_nothing_is_clipped_there_is_nothing_to_compare():
     found = made_up(dict(zip(NAMES, (2.0, 3.0, 5.0), strict=True)))
     for seed in found[NAMES[0]]:

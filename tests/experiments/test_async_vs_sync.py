@@ -256,7 +256,7 @@ def test_every_claim_can_hold():
     found = verdicts(made_up(**GOOD, **{"judge sync, split": {"step_s": 3.0}}))
     assert [verdict.holds for verdict in found] == [*[True] * 9, None]  # the last is the GPU edition's
     assert found[9].found.endswith(
-        "2.6 M: 1.80 (0.00). Two cores that both sides share cannot answer it; the experiment `gpu` asks it"
+        "2.6 M: 1.80 (0.00). Cores that both sides share cannot answer it; the experiment `gpu` asks it"
     )
     assert found[5].found == "least with long tail, 0.64 M: 1.00 (0.00) of the ideal"
     assert found[6].found == "1.50 (0.00) times as fast"  # against co-located's 1.8 s, not split's 2.0 s
@@ -290,6 +290,12 @@ def test_every_claim_can_fail_or_be_left_open(
     holds = judged(**(GOOD | {"judge sync, split": {"step_s": 3.0}} | changes))
     assert holds[index] is expected
     assert all(one for other, one in enumerate(holds[:9]) if other not in others | {index})
+
+
+def test_nothing_is_as_good_as_what_learned_nothing():
+    holds = judged(**(GOOD | {"quality sync, co-located": (0.54, 0.7, 0.7)}))
+    assert holds[:4] == [None] * 4
+    assert judged(**(GOOD | {"quality sync, co-located": (0.56, 0.7, 0.7)}))[:4] == [True] * 4
 
 
 def test_a_threshold_is_reached_by_all_by_none_or_by_some():

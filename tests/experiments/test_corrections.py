@@ -148,6 +148,11 @@ def test_without_staleness_nothing_is_said():
     assert said(runs)[0] is True  # the baseline is on-policy
 
 
+def test_nothing_is_as_good_as_what_learned_nothing():
+    idle = [*[STEADY] * 4, replace(STEADY, before=0.66)]
+    assert said(all_runs(sync=idle)) == [False, None, None, True, True, None, None]
+
+
 def at(*values: float) -> list[Outcome]:
     return [replace(STEADY, after=value) for value in values]
 

@@ -170,6 +170,20 @@ def test_a_run_that_is_kept_is_not_made_again(tmp_path):
     ]
 
 
+def test_rows_that_another_process_adds_meanwhile_stay(tmp_path, monkeypatch):
+    kept, key = tmp_path / "outcomes.jsonl", ("IcePop", FAR, 1e-4, 100)
+    lab, run_all = MadeUp(tmp_path / "lab"), MadeUp.run_all
+
+    def run_beside_another(self, specs: Sequence[Spec]) -> list[Path]:
+        monkeypatch.setattr(MadeUp, "run_all", run_all)
+        outcomes(MadeUp(tmp_path / "other"), [("M2PO", FAR, 1e-4, 100)], kept)
+        return run_all(self, specs)
+
+    monkeypatch.setattr(MadeUp, "run_all", run_beside_another)
+    assert list(outcomes(lab, [key], kept)) == [key]
+    assert [json.loads(line)["loss"] for line in kept.read_text().splitlines()] == ["M2PO", "IcePop"]
+
+
 @pytest.mark.slow
 def test_a_section_from_the_files_of_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "KEPT", tmp_path / "outcomes.jsonl")

@@ -3,6 +3,7 @@ out where there is no GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from experiments.async_vs_sync.reading import Curve, Times
 from experiments.gpu import experiment, runs
 from experiments.gpu.experiment import Found, Numbers, numbers_of, told, verdicts
 from experiments.lab import Lab, Unavailable, metrics, summary
+from slipstream.generator.device import replica_device
 from slipstream.models.config import new_config
 
 
@@ -21,12 +23,13 @@ def specs() -> dict[runs.Key, Any]:
     return {key: runs.run(key, dataset=Path("d.jsonl"), start=Path("start")) for key in runs.all_keys()}
 
 
-def test_every_run_keeps_its_weights_on_the_gpu_and_fills_its_slots():
+def test_every_run_keeps_its_weights_on_one_gpu_and_fills_its_slots():
     for spec in [*specs().values(), *(runs.start(size, Path("d.jsonl")) for size in runs.SIZES)]:
         config = spec.config()
         assert config.weights_stay_on_gpu
         assert (config.trainer.device, config.trainer.ranks) == ("cuda", 1)
-        assert (config.generator.device, config.generator.replicas) == ("cuda", 1)
+        assert [str(replica_device(config, 0, num_gpus)) for num_gpus in (1, 8)] == ["cuda:0"] * 2  # the trainer's
+        assert config.generator.replicas == 1
         assert config.completions_per_step == config.generator.num_slots == 256
     judged = [spec.config() for (name, _), spec in specs().items() if "judge" in name]
     assert [config.rewards.num_workers for config in judged] == [256] * 6
@@ -73,9 +76,9 @@ def test_numbers_are_those_of_the_files():
         "balance": {"wasted_tokens": {"stale": 80, "left": 20}},
     }
     lines = [
-        {"reward": 0.5, "completion_tokens_mean": 90.0, "logprob_diff_mean": 0.01},
         {"accuracy": 0.5},
-        {"reward": 0.7, "completion_tokens_mean": 110.0, "logprob_diff_mean": 0.03},
+        {"reward": 0.5, "completion_tokens_mean": 90.0, "logprob_diff_mean": 0.01, "reward_parts/exact_match": 0.25},
+        {"reward": 0.7, "completion_tokens_mean": 110.0, "logprob_diff_mean": 0.03, "reward_parts/exact_match": 0.375},
     ]
     curve = Curve(steps=[5, 10, 15], seconds=[3.0, 6.0, 9.0], reward=[0.5, 0.9, 0.95], gold=[0.0, 0.1, 0.2])
     assert numbers_of(about, lines, curve) == Numbers(
@@ -86,6 +89,7 @@ def test_numbers_are_those_of_the_files():
         staleness_max=4,
         trained_tokens_mean=100.0,
         logprob_error=pytest.approx(0.02),
+        first_gold=0.25,
         seconds_to_reward=6.0,
     )
 
@@ -105,7 +109,7 @@ def made_up(**steps: tuple[float, float, float]) -> Found:
         times[name, seed] = Times(step_s, step_s, 1.0, 1.0, 0.2, 0.1, {}, None, None)
         gold = 0.80 + 0.01 * seed
         curves[name, seed] = Curve([5, 10], [step_s, 2 * step_s], [0.4, 0.95], [0.3, gold])
-        numbers[name, seed] = Numbers(50.0, 5000.0, 0.1, 1.5, 4, 107.84, 0.01, None if seed else 9.0)
+        numbers[name, seed] = Numbers(50.0, 5000.0, 0.1, 1.5, 4, 107.84, 0.01, 0.3, None if seed else 9.0)
     return Found(times, curves, numbers)
 
 
@@ -122,6 +126,14 @@ def made_up(**steps: tuple[float, float, float]) -> Found:
 )
 def test_verdicts_follow_from_the_times(steps: dict[str, Any], expected: list[bool | None]):
     assert [verdict.holds for verdict in verdicts(made_up(**steps))] == expected
+
+
+def test_nothing_is_as_good_as_what_learned_nothing():
+    """A synchronous run, one that recomputes."""
+    for name, index in ((f"{runs.SYNC}, {runs.MEDIUM}", 1), (runs.RECOMPUTED, 4)):
+        found = made_up()
+        found.numbers[name, 1] = replace(found.numbers[name, 1], first_gold=0.77)  # it ends at 0.81
+        assert [verdict.holds for verdict in verdicts(found)] == [None if at == index else True for at in range(5)]
 
 
 def test_the_section_has_a_row_for_every_case():

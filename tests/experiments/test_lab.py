@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -130,6 +134,54 @@ def test_a_measurement_is_made_once_for_its_parameters(tmp_path):
         assert Lab(tmp_path).measure("doubles", double, value=value) == {"twice": 2 * value}
     assert calls == [1, 2]
     assert Lab(tmp_path).measured_s("doubles", value=1) >= 0
+
+
+def test_what_was_measured_of_a_run_goes_when_it_is_made_anew(tmp_path, monkeypatch):
+    """By a path in its parameters, at any depth; another run's stays."""
+    pretend(monkeypatch)
+    lab = Lab(tmp_path)
+    first, other = lab.run_all([TINY, TINY.with_overrides(seed=4)])
+
+    def measured() -> list[int]:
+        asked = [{"run": str(first)}, {"config": {"model": {"path": f"{first}/model"}}}, {"run": str(other)}]
+        return [lab.measure("number", lambda **_: next(numbers), **parameters) for parameters in asked]
+
+    numbers = iter(range(100))
+    assert measured() == measured() == [0, 1, 2]
+    shutil.rmtree(first)
+    lab.run_all([TINY, TINY.with_overrides(seed=4)])
+    assert measured() == [3, 4, 2]
+
+
+def test_a_run_that_another_process_makes_is_waited_for_and_not_made_again(tmp_path, monkeypatch):
+    commands, told = pretend(monkeypatch), []
+    lab = Lab(tmp_path, say=told.append)
+    folder, lock = lab.place(TINY), lab_module.fcntl.flock
+    (there := tmp_path / "there").mkdir()
+
+    def flock(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_NB:
+            raise BlockingIOError
+        Lab(there).run(TINY).rename(folder)  # the other one's end
+        lab_module.beside(there / folder.name, "json").rename(lab_module.beside(folder, "json"))
+        monkeypatch.setattr(lab_module.fcntl, "flock", lock)
+
+    made = Lab(there).run(TINY)
+    made_by_other = len(commands)
+    monkeypatch.setattr(lab_module.fcntl, "flock", flock)
+    assert lab.run(TINY) == folder
+    assert made == there / folder.name
+    assert len(commands) == made_by_other
+    assert "a run: another process makes it, waiting" in told
+    assert (folder / "summary.json").is_file()
+
+
+def test_a_lock_is_one_processs_at_a_time(tmp_path):
+    with lab_module.locked(tmp_path):
+        other = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        tried = subprocess.run([sys.executable, "-c", other, tmp_path], capture_output=True, text=True, timeout=60)
+        assert "BlockingIOError" in tried.stderr
+    assert not subprocess.run([sys.executable, "-c", other, tmp_path], timeout=60).returncode
 
 
 def test_what_it_cost_is_told_whenever_it_was_made(tmp_path, monkeypatch):

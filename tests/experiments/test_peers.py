@@ -147,6 +147,7 @@ def seen(**values) -> Seen:
         "rewards": (0.1, 0.2, 0.5, 0.9, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0),
         "completions_per_s": 100.0,
         "accuracy": 0.95,
+        "before": 0.5,
         "trainer_idle": 0.1,
         "age": (0.0,) * 6,
     }
@@ -181,7 +182,7 @@ def finished(tmp_path, monkeypatch):
     told = {
         "status": "done",
         "balance": {"wasted_tokens": wasted},
-        "eval": {"after": {"sampled_accuracy": 0.875}},
+        "eval": {"before": {"sampled_accuracy": 0.125}, "after": {"sampled_accuracy": 0.875}},
         "staleness": {"mean": 0.5, "max": 3},
     }
     (tmp_path / "summary.json").write_text(json.dumps(told))
@@ -205,6 +206,7 @@ def test_a_run_becomes_numbers(finished):
         rewards=(0.25, 0.75),
         completions_per_s=1.0,
         accuracy=0.875,
+        before=0.125,
         trainer_idle=0.25,
         discarded=56 / 80,
         left=4 / 80,
@@ -320,15 +322,24 @@ def test_dropping_must_cost_the_long_in_every_run(longer, found):
 
 
 def test_runs_that_never_learn():
-    """Theirs count with all they took, which can only help them; of ours nothing can be said."""
+    """Theirs count with all they took, which can only help them, and is no end; of ours nothing can be said."""
     never = (0.1,) * 10
     trl = three(rewards=never, ended_s=tuple(3.0 * second for second in range(1, 11)))
     first = verdicts(everyone(trl_grpo=trl))[0]
     assert first.holds is True
     assert first.found.endswith("after at least 30.0 (0.6) s (3 of 3 never got there): 3.8 times")
+    short = three(ended_s=tuple(0.1 * second for second in range(1, 11)))
+    assert verdicts(everyone(trl_grpo=short))[0].holds is False
+    short[0] = replace(short[0], rewards=never)
+    assert verdicts(everyone(trl_grpo=short))[0].holds is None
     ours = three()
     ours[0] = replace(ours[0], rewards=never)
     assert verdicts(everyone(ours=ours))[0].holds is None
+
+
+def test_nothing_is_as_good_as_what_learned_nothing():
+    sync = three(completions_per_s=50.0)
+    assert verdicts(everyone(sync=[*sync[:2], replace(sync[2], before=0.91)]))[-1].holds is None
 
 
 def test_a_policy_that_learns_less_is_named():

@@ -187,6 +187,9 @@ def three(**values) -> list[Seen]:
     ]
 
 
+SHORT = tuple(0.5 * second for second in range(1, 11))
+
+
 def found(trl="1.16.0", **others) -> Found:
     slow = three(ended_s=tuple(3.0 * second for second in range(1, 11)))
     all_of = {TRL: slow, SYNC: three(), ONE_STEP: three(accuracy=0.5), CONTINUOUS: three(completions_per_s=5.0)}
@@ -221,15 +224,25 @@ def test_verdicts():
             None,
             "reward 0.5 after at least 10 (0) s (3 of 3 never got there),",
         ),
-        ({TRL: three(ended_s=tuple(0.5 * second for second in range(1, 11)))}, False, "TRL, GRPO after 4 (0) s: 0.5"),
+        ({TRL: three(ended_s=SHORT)}, False, "TRL, GRPO after 4 (0) s: 0.5"),
+        (
+            {TRL: [seen(ended_s=SHORT, rewards=(0.1,) * 10), *three(ended_s=SHORT)[:2]]},
+            None,
+            "(1 of 3 never got there): 0",
+        ),
     ],
 )
 def test_who_learns_sooner(others, holds, words):
-    """A run of theirs that never gets there counts with all it took; of ours, no ratio is told."""
+    """A run of theirs that never gets there counts with all it took, and is no end; of ours, no ratio is told."""
     verdict = experiment.verdicts(found(**others))[0]
     assert verdict.holds is holds
     assert words in verdict.found
-    assert ("times" in verdict.found) == (holds is not None)
+    assert ("times" in verdict.found) == (CONTINUOUS not in others)
+
+
+def test_nothing_is_as_accurate_as_what_learned_nothing():
+    known = found()
+    assert [one.holds for one in experiment.verdicts(replace(known, before=(0.1, 0.56)))][1:3] == [None, None]
 
 
 def test_without_trl_it_says_so(tmp_path, monkeypatch):

@@ -124,7 +124,9 @@ def new_engine(model: Transformer, **options: object) -> Engine:
 
 def run(engine: Engine, batch: list[Request]) -> dict[tuple[int, int], Finished]:
     engine.submit(batch)
-    return drain(engine)
+    finished = drain(engine)
+    assert finished.keys() >= {(request.ordinal, request.sample) for request in batch}
+    return finished
 
 
 def drain(engine: Engine) -> dict[tuple[int, int], Finished]:

@@ -378,7 +378,7 @@ def make(spec: Any) -> Any:
     kind = {"keep": KeepingLLM, "pause": PausingLLM, "bare": FakeLLM}[FAKE.get("kind", "keep")]
     llm = kind(spec.model, spec.engine_args.get("max_loras", 0))
     sampling = lambda **keywords: SimpleNamespace(**({"stop_token_ids": []} | keywords))  # noqa: E731
-    return llm, "0.0-fake", sampling, worker.reload_from(llm), SimpleNamespace
+    return llm, sampling, worker.reload_from(llm), SimpleNamespace
 
 
 def spoiled(frame: Any) -> Any:

@@ -81,7 +81,9 @@ def test_sets_go_on_after_export_and_resume() -> None:
         7
     ] * 6
     other.submit(exported)
-    for key, finished in drain(other).items():
+    moved = drain(other)
+    assert moved.keys() == whole.keys()
+    for key, finished in moved.items():
         assert np.array_equal(finished.tokens, whole[key].tokens)
         assert sets_of(finished) == sets_of(whole[key])
 

@@ -87,7 +87,9 @@ def test_recompute_equals_a_fresh_prefill_under_the_new_weights() -> None:
     assert engine.num_live == len(before) == len(batch)
     with_weights_of(model, newer)
     engine.set_version(5, kv_on_update="recompute")
-    for key, completion in drain(engine).items():
+    finished = drain(engine)
+    assert finished.keys() == before.keys()
+    for key, completion in finished.items():
         old = before[key]
         assert old is not None
         num_old = len(old.tokens)

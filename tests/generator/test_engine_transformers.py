@@ -89,7 +89,9 @@ def test_swap_keeping_the_cache_equals_a_loop_over_past_key_values(tmp_path: Pat
         engine.step()
     model.load_state_dict(newer.state_dict())
     engine.set_version(1)
-    for completion in drain(engine).values():
+    finished = drain(engine)
+    assert len(finished) == 6
+    for completion in finished.values():
         ids = torch.from_numpy(completion.request.prompt_tokens.astype(np.int64))[None]
         cache, scores = None, []
         for position, token in enumerate(completion.tokens.tolist()):

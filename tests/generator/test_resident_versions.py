@@ -39,7 +39,7 @@ def engine_with_versions(
     rank: int = 4, precision: AdapterPrecision = "float32", *, is_mixture: bool = False, **options: object
 ) -> tuple[Engine, ServedWeights]:
     model = adapted_model(rank, precision=precision, is_mixture=is_mixture)
-    weights = ServedWeights(model, "float32", keeps_versions=True)
+    weights = ServedWeights(model, "float32")
     engine = new_engine(model, residents=weights, **options)
     take_version(engine, weights, 1)
     return engine, weights

@@ -17,7 +17,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slipstream.core.errors import ConfigError
 from slipstream.generator.noise import uniform
 from slipstream.generator.sampler import BLOCK, MIN_BLOCKS, SampledTokens, SamplingPlan, SamplingRows, sample_tokens
 
@@ -266,10 +265,3 @@ def test_the_plan_says_what_the_rows_ask_for() -> None:
     assert some == SamplingPlan(has_temperature=True, truncates=True, has_whole=False, num_candidates=64, num_kept=64)
     assert plan_of_settings(np.arange(8) == 0) == SamplingPlan()
     assert not plan_of_settings(np.zeros(8, dtype=bool)).all_greedy
-
-
-def test_unbounded_sets_are_not_kept() -> None:
-    with pytest.raises(ConfigError, match="top_k bounds them"):
-        sample(torch.zeros(8, 16), np.full(8, 0.5), top_p=0.9, keep=True)
-    with pytest.raises(ConfigError, match="top_k bounds them"):
-        sample(torch.zeros(8, 16), np.full(8, 0.5), top_k=4, temperature=0.0, keep=True)

@@ -359,14 +359,7 @@ def test_late_tokens_of_one_completion_are_not_the_next_ones(model: Transformer,
 
 
 def test_what_vllm_cannot_do_is_refused(model: Transformer, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="all of its cache or none"),
-        fake_engine(model, tmp_path, kv_on_update="recompute_if_older_than"),
-    ):
-        pass
     with fake_engine(model, tmp_path) as engine:
-        with pytest.raises(ConfigError, match="sets that tokens are drawn from"):
-            engine.submit([request(keep_sets=True, top_k=4)])
         with pytest.raises(ConfigError, match="do not fit"):
             engine.submit([request(max_new_tokens=1000)])
         with pytest.raises(ConfigError, match="another treatment of its cache"):

@@ -21,6 +21,7 @@ from slipstream.generator.fused_decode import HEADS_TILE, norm_warps
 from slipstream.generator.paged_attention import KEYS_PER_TILE, SPLIT_TOKENS, SPLITS_PER_TILE
 from slipstream.generator.paged_kv import PAGE_SIZE
 from slipstream.models import e4m3_kernels, head_kernels, layer_kernels
+from slipstream.models.device import power_of_two
 from slipstream.models.e4m3 import row_sizes
 from slipstream.models.layer_functions import ROTATED_BLOCK, SILU_BLOCK
 from slipstream.weight_sync import checksum_kernel
@@ -46,10 +47,6 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, int], capa
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2, "num_warps": num_warps}
     )
-
-
-def power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def split_program(capability: int, precision: str, heads: int, kv_heads: int, head_dim: int, outputs: str) -> Any:

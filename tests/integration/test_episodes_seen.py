@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accounted import check_runs
+from audit import lines
 from catalogued import check_metric_names
 from trace_audit import audit_trace
 
@@ -34,10 +34,6 @@ class Asks:
         return {"messages": said, "done": self.left == 0, "reward": float(len(message["content"]) % 3)}
 '''
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

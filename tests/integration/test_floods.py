@@ -165,6 +165,17 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
         yield request.param, port, works
 
 
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Ask for it before `listener`, which may close its connections only at its end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 3 * NUM_IDLE:
+        pytest.skip("both ends of all connections are in this process, which may not have so many")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3 * NUM_IDLE), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_garbage_is_refused_and_costs_nothing(listener: tuple[str, int, Callable[[], None]]) -> None:
     what, port, works = listener
     before = num_descriptors()
@@ -191,14 +202,11 @@ def test_a_flood_stops_nobody(listener: tuple[str, int, Callable[[], None]]) -> 
 
 
 @pytest.mark.parametrize("listener", [*PORTS[:-1], pytest.param(PORTS[-1], marks=pytest.mark.slow)], indirect=True)
-def test_a_thousand_idle_connections_stop_nobody(listener: tuple[str, int, Callable[[], None]]) -> None:
+def test_a_thousand_idle_connections_stop_nobody(
+    many_descriptors: None, listener: tuple[str, int, Callable[[], None]]
+) -> None:
     """Of the watch page, which has 96 at a time, they may stop others, until they have been idle for ten seconds."""
     what, port, works = listener
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 3 * NUM_IDLE:
-        if hard != resource.RLIM_INFINITY and hard < 3 * NUM_IDLE:
-            pytest.skip("both ends of all connections are in this process, which may not have so many")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3 * NUM_IDLE, hard))
     before = num_descriptors()
     with ExitStack() as stack:
         for _ in range(NUM_IDLE):

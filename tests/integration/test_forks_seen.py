@@ -6,10 +6,10 @@ import contextlib
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accounted import check_runs
+from audit import lines
 from catalogued import check_metric_names
 
 import slipstream
@@ -45,10 +45,6 @@ def forks(prompts, completions, completion_ids, branches, **columns):
     return [float(len(chats)) for chats in branches]
 '''
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 from audit import audit
+from processes import command_line
 
 import slipstream
 from slipstream.core.errors import SlipstreamError
@@ -71,8 +71,8 @@ def test_a_hostile_verifier_costs_rollouts_and_nothing_else(tiny, tmp_path):
     failures = [rollout.failure for rollout in read_rollouts(result.out / "rollouts.jsonl") if rollout.failure]
     assert failures, "the adversary never struck; its seed wants another look"
     assert not marker.exists()
-    survivors = subprocess.run(["pgrep", "-f", "slipstream.rewards.worker"], capture_output=True, text=True).stdout
-    assert str(source) not in survivors
+    started = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    assert not [pid for pid in started if any(str(tmp_path) in word for word in command_line(pid))], "a worker is left"
 
 
 CAUSES = {  # of the kinds above -> what the failure says
@@ -104,6 +104,7 @@ def test_the_others_are_scored_meanwhile_and_the_user_is_told(tiny, tmp_path):
     result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     assert result.status == "done"
     assert audit(result.out)["fates"]["trained"] == 80
+    assert not (tmp_path / "marker").exists()
     rollouts = list(read_rollouts(result.out / "rollouts.jsonl"))
     failed = [one for one in rollouts if one.failure]
     assert len(failed) > 0.1 * len(rollouts)

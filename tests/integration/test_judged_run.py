@@ -23,6 +23,7 @@ from slipstream.core.run_log import read_metrics, read_rollouts
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("rewards", "evals")]
 from judge_server import Answer, JudgeServer
+from listeners import held_port
 from reward_jobs import job
 from test_serve import make_checkpoint
 
@@ -129,8 +130,8 @@ def test_a_run_goes_on_while_its_judge_is_away(tiny: Any, tmp_path: Path) -> Non
             away.set()
         return by_length(question)
 
-    with JudgeServer(reply) as server:
-        over, back = threading.Event(), JudgeServer(by_length, port=server.port)
+    with held_port() as port, JudgeServer(reply, port=port) as server:
+        over, back = threading.Event(), JudgeServer(by_length, port=port)
 
         def replace() -> None:
             away.wait(60)

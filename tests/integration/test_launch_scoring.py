@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from audit import audit
+from audit import audit, lines
 from launching import Launched
+from listeners import held_port
 from processes import is_alive
 from trace_audit import audit_trace
 
@@ -44,10 +44,6 @@ def written(tmp_path: Path, overrides: dict[str, Any]) -> str:
     return str(tmp_path / "scored.toml")
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_groups_of_their_own_score_as_one_process_does(scored: dict[str, Any], tmp_path: Path) -> None:
     """At staleness 0: rewards, KL, losses and gradients are those of one process with everything in it.
 
@@ -61,9 +57,7 @@ def test_groups_of_their_own_score_as_one_process_does(scored: dict[str, Any], t
     finally:
         os.sched_setaffinity(0, cores)
     recipe = written(tmp_path, sync | {"rewards": scored["rewards"] | {"model_ranks": 2}})
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with Launched(tmp_path) as run:
+    with held_port() as port, Launched(tmp_path) as run:
         run.control(recipe, "--out", str(tmp_path / "many"), "--remote", "reward_models", "reference")
         for group in ("trainer", "generator-0", "reference"):
             run.join(group)

@@ -122,10 +122,10 @@ def test_a_run_whose_weights_stay_on_gpus(gpu, tiny, tmp_path, precision, traine
 
 @pytest.mark.gpu
 def test_a_run_whose_gpu_memory_cannot_be_exported(gpu, tiny, tmp_path, monkeypatch) -> None:
-    """Versions go by way of host memory, both sides by turns, moments in host memory."""
+    """Versions go by way of host memory, both sides by turns on one GPU, moments in host memory."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     overrides = tiny | SYNCHRONOUS | {"host": "process", "eval": EVALUATED}
-    overrides["generator"] = tiny["generator"] | {"precision": "bfloat16", "device": "cuda", "kv_cache_gb": 0.1}
+    overrides["generator"] = tiny["generator"] | {"precision": "bfloat16", "device": "cuda:0", "kv_cache_gb": 0.1}
     overrides["trainer"] = tiny.get("trainer", {}) | {"device": "cuda", "offload_moments": True}
     run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     assert run.summary["steps"] == 3

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,13 +18,14 @@ import pytest
 
 import slipstream
 from slipstream.core.config import RunConfig
-from slipstream.core.jsonl import JsonlWriter
+from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import ModelConfig
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
+from slipstream.stages.preferences import PreferenceLine
 from slipstream.stages.reward_model import read_preferences
 
 NUM_ROWS = 20
@@ -97,6 +100,22 @@ def labels(path: Path) -> str:
         writer.write(script["preference"](record, index, tokenizer, 10))
     writer.close()
     return str(path)
+
+
+def test_imported_labels_take_the_place_of_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 labels the default holds out two; a file that had them already, too, would have trained on these."""
+    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "import_lm_human_preferences.py"))["main"]
+    tokenizer = SimpleNamespace(from_pretrained=lambda _: char_tokenizer(None))
+    monkeypatch.setitem(main.__globals__, "AutoTokenizer", tokenizer)
+    record = {"query": [15, PADDING], **{f"sample{k}": [20 + k] for k in range(4)}, "best": 2}
+    (source := tmp_path / "labels.json").write_text(json.dumps([record] * 20))
+    out = tmp_path / "new" / "preferences.jsonl"
+    for options in (["--held-out", "0"], []):
+        monkeypatch.setattr(sys, "argv", ["script", str(source), str(out), "--tokenizer", "models/gpt2", *options])
+        main()
+    lines = list(read_jsonl(out, PreferenceLine))
+    assert [index for index, line in enumerate(lines) if line.is_held_out] == [9, 19]
+    assert [line.prompt_id for line in lines] == [f"label-{index}" for index in range(20)]
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from audit import lines
 
 import slipstream
 from slipstream.core.recipes import resolve
@@ -21,10 +21,6 @@ SYNC = {
     "warm_start": {"steps": 20, "batch_size": 32, "num_demonstrations": 300},
     "trainer": {"optimizer": {"lr": 3e-3}, "checkpoint_every": 1},
 }
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

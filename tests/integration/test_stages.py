@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit import lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import slipstream
@@ -50,10 +51,6 @@ CHAIN = {
 def shorter(prompt: str, a: str, b: str) -> str:
     """A judge that knows one thing."""
     return "tie" if len(a) == len(b) else "a" if len(a) < len(b) else "b"
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audit import lines
 from transformers import AutoModelForCausalLM
 
 import slipstream
@@ -36,10 +37,6 @@ SCALED_DOWN: dict[str, Any] = {
     "eval": {"num_prompts": 20, "num_slots": 8},
     "evaluation": {"num_prompts": 30},
 }
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def table(path: Path) -> dict[str, Any]:
@@ -328,9 +325,9 @@ def test_a_reference_that_reads_fewer_tokens_than_the_policy_or_more(
         assert not (tmp_path / "none" / "dpo").exists(), "before the stage began"
 
 
-@pytest.mark.parametrize(("gold", "proxy", "num_compared"), [(40, 40, 3), (160, 40, 4)])
+@pytest.mark.parametrize(("gold", "proxy", "num_compared", "bound"), [(40, 40, 3, {}), (160, 40, 4, {"at_least": 0.0})])
 def test_a_reference_answer_that_a_model_cannot_read_counts_nowhere(
-    policy: Path, tmp_path: Path, gold: int, proxy: int, num_compared: int
+    policy: Path, tmp_path: Path, gold: int, proxy: int, num_compared: int, bound: dict[str, float]
 ) -> None:
     for name, positions in (("gold", gold), ("judge", proxy)):
         config = ModelConfig(**SMALL, max_positions=positions)
@@ -352,7 +349,10 @@ def test_a_reference_answer_that_a_model_cannot_read_counts_nowhere(
         "eval": {"num_prompts": 4, "num_slots": 8},
         "evaluation": {"num_prompts": 4},
         "gold": {"models": [{"path": str(tmp_path / "gold"), "name": "gold"}]},
-        "rewards": {"terms": [], "models": [{"path": str(tmp_path / "judge"), "name": "judge"}]},
+        "rewards": {
+            "terms": [{"function": "exact_match"}],
+            "models": [{"path": str(tmp_path / "judge"), "name": "judge", **bound}],
+        },
     }
     found = slipstream.run(tables, out=tmp_path / "run", display=False).summary["evaluation"]
     assert [found[name]["num_failed"] for name in ("references", "before", "after")] == [1, 0, 0]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit import lines
 
 import slipstream
 from slipstream.evals.judge import JudgeError, JudgeRefused
@@ -102,10 +103,6 @@ def tables(judge: Judging) -> dict[str, Any]:
         "rewards": {"terms": [{"function": "task", "weight": 0.0}], "models": [{"path": "stage:reward_model"}]},
         "evaluation": {"num_prompts": 10},
     }
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def assert_both_orders(asked: list[tuple[str, str, str]]) -> None:

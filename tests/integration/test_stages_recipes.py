@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit import lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import slipstream
@@ -33,10 +34,6 @@ SCALED_DOWN: dict[str, Any] = {
 def table(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
     return found
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module", params=RECIPES)

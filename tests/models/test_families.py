@@ -120,7 +120,8 @@ def test_a_new_model_is_saved_without_transformers(tmp_path):
     script = f"""
 import sys
 from slipstream.core.sections import ModelConfig
-from slipstream.models.hf import new_model, save_model
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import CharTokenizer
 save_model(new_model(ModelConfig(), 99, seed=0), {str(tmp_path)!r}, CharTokenizer())
 sys.exit("transformers" in sys.modules)"""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from slipstream.algorithms.advantages import gae, whiten
+from slipstream.algorithms.advantages import gae, whiten_parts
 from slipstream.algorithms.kl import k2
 from slipstream.algorithms.logprobs import token_logprobs
 from slipstream.algorithms.losses import LossInputs, loss_named
@@ -101,10 +101,11 @@ def after_one_update(
 ) -> dict[str, float]:
     """Ratios and clipping of PPO's second epoch on one recorded batch: values 0, GAE(1, 0.95), both whitenings."""
     count, length = responses.shape
-    whitened = whiten(torch.from_numpy(rewards).float(), shift_mean=False).flatten()
+    one_part = torch.zeros(rewards.size, dtype=torch.int64)
+    whitened = whiten_parts(torch.from_numpy(rewards).float().flatten(), one_part, shift_mean=False)
     segment_ids = torch.arange(count).repeat_interleave(length)
     advantages, _ = gae(whitened, torch.zeros(count * length), segment_ids)
-    columns = whiten(advantages).view(count, length).numpy()
+    columns = whiten_parts(advantages, one_part).view(count, length).numpy()
     sequences = []
     for index in range(count):
         prompt = queries[index][queries[index] != PADDING]

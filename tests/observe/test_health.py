@@ -445,9 +445,10 @@ def test_vitals_of_a_step_by_hand():
         )
     )
     vitals.take(Counters(executor="generator-0", values={"re_prefilled_tokens": 3.0}))  # it was started again
+    vitals.take(Counters(executor="trainer@1", values={"refused_rollouts": 1.0}))  # so was this one
     assert vitals.of_step(7) == {
         "groups_scored": 0.0,
-        "poisoned": 0.0,
+        "poisoned": 1.0,
         "version_lag_max": 2.0,
         "version_lag_excess": 0.0,
         "wait_frac/trainer/wait_generation": 0.25,

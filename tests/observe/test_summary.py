@@ -11,7 +11,6 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.summary import (
     Evaluation,
     Evaluations,
-    check,
     read_summary,
     versions,
     violations,
@@ -79,7 +78,7 @@ def test_a_summary_from_before_there_were_held_out_rewards_is_read(tmp_path: Pat
 
 
 def test_a_sound_summary_passes():
-    check(make_summary())
+    assert violations(make_summary()) == []
 
 
 @pytest.mark.parametrize(
@@ -98,8 +97,6 @@ def test_each_broken_identity_is_named(section: str, change: dict, complaint: st
     old = msgspec.to_builtins(summary)[section]
     broken = msgspec.convert(msgspec.to_builtins(summary) | {section: old | change}, type(summary), strict=False)
     assert any(complaint in found for found in violations(broken))
-    with pytest.raises(SlipstreamError, match="contradicts itself"):
-        check(broken)
 
 
 def test_versions_and_hardware_describe_this_machine():

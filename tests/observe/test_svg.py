@@ -184,16 +184,16 @@ def test_tooltips_of_several_lines_tell_of_those_that_have_a_point_there() -> No
 
 
 def test_what_cannot_be_drawn_is_left_out_and_said() -> None:
-    assert "none of it" in line_chart([], title="t", x=Axis("x"), y=Axis("y"), missing="none of it")
+    assert "Nothing was measured." in line_chart([], title="t", x=Axis("x"), y=Axis("y"))
     log = Axis("y", is_log=True)
-    assert "none" in line_chart([Series("a", [(0.0, 0.0)], 0)], title="t", x=Axis("x"), y=log, missing="none")
+    assert "Nothing was measured." in line_chart([Series("a", [(0.0, 0.0)], 0)], title="t", x=Axis("x"), y=log)
     root = drawn(line_chart([Series("a", [(0.0, 0.0), (1.0, 3.0)], 0)], title="t", x=Axis("x"), y=log))
     assert tips(root) == ["x: 1\na: 3"]
     assert "none" in heat_map([], ["a"], title="t", x=Axis("x"), label="y", missing="none")
     assert "none" in heat_map([Column(0, 1, {"a": 0.0})], ["a"], title="t", x=Axis("x"), label="y", missing="none")
-    assert "none" in areas([Column(0, 1, {})], title="t", x=Axis("x"), order=["a"], missing="none")
+    assert "Nothing was recorded." in areas([Column(0, 1, {})], title="t", x=Axis("x"), order=["a"])
     assert "none" in state_bars({"p": {}}, title="t", missing="none")
-    assert "none" in gantt([GanttRow("p", [], [])], title="t", start_s=0, end_s=1, missing="none")
+    assert "Nothing was recorded." in gantt([GanttRow("p", [], [])], title="t", start_s=0, end_s=1)
     for constant in (0.0, -3.0, 1e12):
         drawn(line_chart([Series("a", [(0.0, constant), (1.0, constant)], 0)], title="t", x=Axis("x"), y=Axis("y")))
 

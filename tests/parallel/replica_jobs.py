@@ -124,7 +124,7 @@ def bytes_of_part(model: Transformer, precision: Any, part: Transformer) -> torc
     flat = torch.zeros(local.num_bytes, dtype=torch.uint8)
     source, target = whole.views(whole_bytes(model, precision)), local.views(flat)
     if precision == "mxfp4":  # numbers that are stored without loss
-        numbers = {name: weight.dequantized().double() for name, weight in source.items()}
+        numbers = {name: weight.in_type(torch.float32).values.double() for name, weight in source.items()}
         list(local.pack({name: cut.float() for name, cut in _cut(numbers, model, part).items()}, flat))
         return flat
     values = _cut({name: weight.values.double() for name, weight in source.items()}, model, part)

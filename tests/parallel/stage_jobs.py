@@ -107,7 +107,7 @@ def held(rank: Rank, config: TransformerConfig, stages: int) -> tuple[int, int]:
     """Bytes of parameters, and of keys and values in slots, of this rank."""
     model, ranks = divided(rank, config, stages)
     runner = StagedSlots(model, ranks, num_rows=16, max_len=128)
-    kv = sum(group._kv.num_bytes for group in runner._groups)
+    kv = sum(group._kv.keys.nbytes + group._kv.values.nbytes for group in runner._groups)
     return sum(p.nbytes for p in model.parameters()), kv
 
 

@@ -36,7 +36,7 @@ from slipstream.models.sharded import module_parts
 from slipstream.models.shards import Box
 from slipstream.trainer.checkpoint import CRITIC
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.measure import Auxiliary, Columns, measure, probed, reads_logprobs
+from slipstream.trainer.measure import Auxiliary, Columns, LogprobReader, measure, probed
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.scores import dealt_by, head_of
 from slipstream.trainer.step import train_on_batch
@@ -238,7 +238,7 @@ def read(rank: Rank, configs: dict[str, TransformerConfig], layout: Layout) -> d
     division, found = division_of(rank, layout), {}
     for name, config in configs.items():
         model, sequences = part_of(config, division), sequences_of(0, config.vocab_size)
-        read = measure(reads_logprobs(model, 1.0), sequences, microbatch_tokens=60, batching=collate)
+        read = measure(LogprobReader(model, 1.0), sequences, microbatch_tokens=60, batching=collate)
         found[name] = [read, {(0, 0): probed(model, PROBE, collate)}]
     return found
 
@@ -279,7 +279,7 @@ def read_alone(configs: dict[str, TransformerConfig]) -> dict[str, list[Columns]
     found = {}
     for name, config in configs.items():
         model, sequences = whole_model(config), sequences_of(0, config.vocab_size)
-        read = measure(reads_logprobs(model, 1.0), sequences, microbatch_tokens=400, batching=collate)
+        read = measure(LogprobReader(model, 1.0), sequences, microbatch_tokens=400, batching=collate)
         found[name] = [read, {(0, 0): probe_logprobs(model, PROBE)}]
     return found
 

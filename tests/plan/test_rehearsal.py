@@ -13,10 +13,19 @@ from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.cpu import CalibratedTimes, CpuMachine
 from slipstream.plan.hardware import cluster
-from slipstream.plan.layouts import AsynchronousPlan, GeneratorLayout, TrainerLayout, Workload, layout_tables
+from slipstream.plan.layouts import (
+    AsynchronousPlan,
+    GeneratorLayout,
+    ScorerLayout,
+    SynchronousPlan,
+    TrainerLayout,
+    Workload,
+    layout_tables,
+)
 from slipstream.plan.lengths import LengthSample, Turns
-from slipstream.plan.planner import PlanRow, Rehearsed, best_rows, ranked, simulated_plan
+from slipstream.plan.planner import FREES, PlanRow, Rehearsed, best_rows, ranked, simulated_plan
 from slipstream.plan.question import ARCHITECTURES
+from slipstream.plan.reasons import CAUSES, USES
 from slipstream.plan.recorded import measured, read_run
 from slipstream.plan.search import Found
 from slipstream.plan.simulated_run import Batch, GroupWork
@@ -184,6 +193,27 @@ def test_a_run_s_own_layout_takes_what_it_took(recorded):
     assert machine.times.guessed(found.plan) is None
     in_turns = next(machine.candidates(0))
     assert "2 threads" in machine.times.guessed(in_turns.plan)
+
+
+def test_every_cause_and_every_use_that_a_plan_has_is_said_in_words(recorded):
+    """And no other has words: layouts of all kinds have them all between them."""
+    turns = Turns(turns=4, given_tokens=500, environment_s=1.0)
+    workload = replace(WORKLOAD, turns=turns, reference=True, reward_model=MODEL.model)
+    costs = CostModel(ARCHITECTURES["mixtral-8x7b"], MODEL.cluster, workload)
+    kinds = ({"pipeline_parallel": 2}, {"context_parallel": 2}, {"expert_parallel": 2})
+    trainers = [TrainerLayout(devices=8, tensor_parallel=2, microbatch=3, **kind) for kind in kinds]
+    alone = TrainerLayout(devices=1, tensor_parallel=1, microbatch=1)
+    scorer = ScorerLayout(devices=8, sharded=True)
+    plans = [replace(PLAN, trainer=trainer, reward_model=scorer) for trainer in trainers]
+    in_turns = [SynchronousPlan(trainer=trainers[0], generator=PLAN.generator, frees=frees) for frees in FREES]
+    steps = [*map(costs.asynchronous, plans), *map(costs.synchronous, in_turns)]
+    spent = [parts for step in steps for parts in step.sides.values()]
+    times = machine_of(recorded).times
+    spent += [times.train(alone, WORKLOAD), times.generate(PLAN.generator, WORKLOAD)]
+    held = [costs.train_memory(alone), costs.generator_memory(PLAN.generator), costs.scorer_memory(costs.model, scorer)]
+    held += [parts for plan in in_turns for parts in costs.colocated_memory(plan).values()]
+    assert set().union(*(parts.parts for parts in spent)) == CAUSES.keys()
+    assert set().union(*(parts.parts for parts in held)) == USES.keys()
 
 
 def test_what_is_done_for_groups_without_signal_is_counted(recorded, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -115,13 +116,14 @@ def make_model(folder: Path, **more: object) -> None:
 
 def make_run(folder: Path) -> None:
     """Train a run small, with more steps than the documents look at."""
-    shell(f"slipstream run quickstart {QUICK} --steps 12 --observe.tokens-every 1 --out {folder}", folder.parent)
+    out = shlex.quote(str(folder))
+    shell(f"slipstream run quickstart {QUICK} --steps 12 --observe.tokens-every 1 --out {out}", folder.parent)
 
 
 def make_interrupted_run(folder: Path) -> None:
     """Train until there is a checkpoint, and then interrupt."""
     flags = f"{QUICK} --steps 40 --trainer.checkpoint-every 1 --eval.every 20"  # the last of a flag counts
-    words = f"slipstream run quickstart {flags} --out {folder}".split()
+    words = [*f"slipstream run quickstart {flags} --out".split(), str(folder)]
     program = str(Path(sys.executable).parent / words[0])
     with subprocess.Popen(
         [program, *words[1:]], cwd=folder.parent, stdout=subprocess.DEVNULL, start_new_session=True

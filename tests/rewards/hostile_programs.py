@@ -1,24 +1,40 @@
 """Programs that attack what runs them. Each prints 'held' when it was kept from what it tries, else what it could do.
 
-`ATTACKS[name] = (barriers, source)`: any one of `barriers` is enough to keep it off. What it may do with itself, such
-as ending early, is no attack of this kind: those are in `GAMES`, and must not be rewarded.
+`ATTACKS[name] = (barriers, source)`: any one of `barriers` is enough to keep it off. Where that is "syscalls" alone,
+only the filter's own answer (EPERM) counts: another error says that the attack did not come to the filter, and the
+program prints neither. Modules that a launcher has not imported cannot be imported at every level. What a program may
+do with itself, such as ending early, is no attack of this kind: those are in `GAMES`, and must not be rewarded.
 """
 
 from __future__ import annotations
 
+import platform
+
+from system_calls import DENIED_ALONE, numbers_of
+
 _KIT = """
 import ctypes, errno, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+
+def mapped(num_bytes, protection):
+    return libc.mmap(None, ctypes.c_size_t(num_bytes), protection, 0x22, -1, ctypes.c_long(0))
 
 def refused(function, *arguments):
     try:
         function(*arguments)
-    except (OSError, MemoryError, RuntimeError, ValueError):
+    except (OSError, MemoryError, RuntimeError, ValueError) as error:
+        if IS_FILTERED and not (isinstance(error, OSError) and error.errno == errno.EPERM):
+            raise
         return True
     return False
 
+def _call(arguments):
+    if libc.syscall(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), "a system call", str(arguments))
+
 def call(*arguments):
-    return libc.syscall(*arguments) != -1
+    return not refused(_call, arguments)
 
 def report(*successes):
     print("breached" if any(successes) else "held")
@@ -59,21 +75,37 @@ ATTACKS: dict[str, tuple[set[str], str]] = {
         {"syscalls"},
         "def leave():\n    if os.fork() == 0: os.setsid(); os.fork(); os._exit(0)\nreport(not refused(leave))",
     ),
-    "programs": ({"syscalls"}, "report(not refused(os.execv, '/bin/true', ['true']))"),
-    "set-uid programs": ({"syscalls", "privileges"}, "report(not refused(os.execv, '/bin/su', ['su', '-c', 'true']))"),
-    "ptrace": ({"syscalls"}, _NUMBERS + "report(call(101 if X else 117, 16, os.getppid(), 0, 0))"),
-    "memory of others": (
+    "programs": (  # the C library's linker, which is a program too, is there without a folder of programs
         {"syscalls"},
-        _NUMBERS
-        + "report(call(310 if X else 270, os.getpid(), 0, 0, 0, 0, 0), not refused(open, '/proc/1/mem', 'rb'))",
+        """
+folders = filter(os.path.isdir, ("/lib", "/lib64"))
+path = [*[f"{folder}/{name}" for folder in folders for name in os.listdir(folder) if name[:3] == "ld-"], os.__file__][0]
+report(not refused(os.execv, path, [path]))
+""",
+    ),
+    "set-uid programs": ({"privileges"}, "report(libc.prctl(39, 0, 0, 0, 0) != 1)"),  # PR_GET_NO_NEW_PRIVS
+    "ptrace": ({"syscalls"}, _NUMBERS + "report(call(101 if X else 117, 0, 0, 0, 0))"),  # by its parent: PTRACE_TRACEME
+    "memory of others": ({"syscalls"}, _NUMBERS + "report(call(310 if X else 270, os.getpid(), 0, 0, 0, 0, 0))"),
+    "memory of the launcher": (
+        {"limits"},  # nobody of the same user may look at it
+        "folder = f'/proc/{os.getppid() or 1}'\n"
+        "report(*[not refused(open, f'{folder}/{name}', 'rb') for name in ('mem', 'environ')])",
+    ),
+    "all calls that are denied": (
+        {"syscalls"},
+        f"report(*[call(n, *[ctypes.c_long(-1)] * 6) for n in {numbers_of(DENIED_ALONE, platform.machine())}])",
     ),
     "signals to others": (
         {"syscalls", "processes"},
         "report(*[not refused(os.kill, pid, 0) for pid in (-1, os.getppid(), 1, 2, 3) if pid not in (0, os.getpid())])",
     ),
-    "user namespaces": ({"syscalls"}, "report(libc.unshare(0x10000000) == 0)"),
+    "user namespaces": ({"syscalls"}, _NUMBERS + "report(call(272 if X else 97, 0x10000000))"),
     "namespaces by clone": ({"syscalls"}, _NUMBERS + "report(call(56 if X else 220, 0x10000000 | 17, 0, 0, 0, 0))"),
-    "clone3": ({"syscalls"}, "report(call(435, ctypes.create_string_buffer(88), 88))"),
+    "clone3": (  # there is none, for the C library to use clone
+        {"syscalls"},
+        "done = libc.syscall(435, ctypes.create_string_buffer(88), 88)\n"
+        "report(done != -1 or ctypes.get_errno() != errno.ENOSYS)",
+    ),
     "mounts": ({"syscalls", "user"}, "report(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0)"),
     "bpf": ({"syscalls"}, _NUMBERS + "report(call(321 if X else 280, 5, ctypes.create_string_buffer(128), 128))"),
     "keys": ({"syscalls"}, _NUMBERS + "report(call(250 if X else 219, 0, -3, 0, 0, 0))"),
@@ -85,20 +117,20 @@ ATTACKS: dict[str, tuple[set[str], str]] = {
     "32-bit system calls": (
         {"syscalls"},
         """
-import mmap, platform
+import platform
 if platform.machine() != "x86_64":
     report()
 else:
-    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    code.write(bytes.fromhex("53b814000000cd805bc3"))  # push rbx; mov eax, 20 (getpid); int 0x80; pop rbx; ret
-    report(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))() > 0)
+    code, held = bytes.fromhex("53b814000000cd805bc3"), mapped(4096, 7)
+    ctypes.memmove(held, code, len(code))  # push rbx; mov eax, 20 (getpid); int 0x80; pop rbx; ret
+    report(ctypes.CFUNCTYPE(ctypes.c_int)(held)() > 0)
 """,
     ),
     "memory files": ({"syscalls"}, "report(not refused(os.memfd_create, 'x'))"),
     "shared memory of System V": ({"syscalls"}, _NUMBERS + "report(call(29 if X else 194, 0, 1 << 30, 0o1600))"),
     "files in shared memory": ({"files"}, "report(os.access('/dev/shm', os.W_OK))"),
     "heap": ({"limits"}, "report(not refused(bytearray, 1 << 30))"),
-    "mappings": ({"limits"}, "import mmap\nreport(not refused(mmap.mmap, -1, 1 << 30))"),
+    "mappings": ({"limits"}, "report(mapped(1 << 30, 3) != ctypes.c_void_p(-1).value)"),
     "large files": (
         {"limits"},
         "def fill():\n    with open('big', 'wb', 0) as f:\n        for _ in range(64):\n"
@@ -173,7 +205,9 @@ report(found)
 
 def source(name: str, *, private: tuple[str, ...] = (), secret: str = "", port: int = 9) -> str:
     """The attack's program. It tries to reach `private` paths and `port`, and looks for `secret` in its memory."""
-    return f"{_KIT}\nPRIVATE, SECRET, PORT = {private!r}, {secret[::-1]!r}, {port}\n{ATTACKS[name][1]}\n"
+    barriers, attack = ATTACKS[name]
+    given = f"PRIVATE, SECRET, PORT, IS_FILTERED = {private!r}, {secret[::-1]!r}, {port}, {barriers == {'syscalls'}}"
+    return f"{_KIT}\n{given}\n{attack}\n"
 
 
 # What a program may try to be rewarded for without an answer: (program, tests). None of it may give anything.

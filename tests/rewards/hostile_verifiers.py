@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,17 @@ def _network() -> float:
     except OSError as error:
         return 0.0 if "unreachable" in str(error).lower() or error.errno == errno.EPERM else -1.0
     return 1.0
+
+
+def _files_of(count: int) -> float:
+    """Make empty files, as many as it can up to `count`."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for number in range(count):
+            try:
+                Path(folder, str(number)).touch()
+            except OSError:
+                return float(number)
+    return float(count)
 
 
 def attack(completions: list[str], **columns: Any) -> list[float]:
@@ -114,6 +127,14 @@ def attack(completions: list[str], **columns: Any) -> list[float]:
         return [float(sum(name.isdigit() for name in os.listdir("/proc")))]
     if command == "identity":
         return [float(os.getuid() == 0 or os.access("/etc/shadow", os.R_OK))]
+    if command == "oom":
+        return [float(Path("/proc/self/oom_score_adj").read_text())]
+    if command == "core":
+        return [float(max(resource.getrlimit(resource.RLIMIT_CORE), key=abs))]
+    if command == "inodes":
+        return [_files_of(int(argument))]
+    if command == "ipc":
+        return [float(os.readlink("/proc/self/ns/ipc") == argument)]
     if command == "closes":
         os.closerange(3, 100)
         time.sleep(600)

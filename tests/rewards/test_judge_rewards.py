@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from judge_server import Answer, JudgeServer
+from listeners import held_port
 from ports import start
 from pydantic import ValidationError
 from reward_jobs import job
@@ -25,6 +26,7 @@ from slipstream.core.recipes import resolve
 from slipstream.core.sections import JudgeTerm, RewardsConfig, RewardTerm
 from slipstream.core.service_messages import Counters
 from slipstream.core.types import Prompt, Rollout, Stop
+from slipstream.rewards import judge as judge_module
 from slipstream.rewards.awaited import NoScore
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
@@ -75,6 +77,12 @@ def only(server: JudgeServer, **fields: Any) -> RewardsConfig:
     return RewardsConfig(terms=[], judges=[judge(server, **fields)])
 
 
+@pytest.fixture
+def _one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt would come after the deadline, whatever that is."""
+    monkeypatch.setattr(judge_module, "_BACKOFF_S", 1e6)
+
+
 def test_scores_become_rewards_and_the_server_counts_the_same(tmp_path: Path) -> None:
     texts = ["x" * n for n in (1, 4, 10, 7, 4)]
     with JudgeServer(by_length) as server:
@@ -121,13 +129,13 @@ def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
     assert times_s[1] - times_s[0] >= 1.0  # what it asked for, where ours would have been 0.5 to 1 s
     assert times_s[2] - times_s[1] >= 1.0  # and then the doubled one, at least half of 2 s
     assert (values["judge/judge/requests"], values["judge/judge/retries"], len(server.questions)) == (3, 2, 3)
-    assert values["judge/judge/seconds"] < 1.5, "what was waited for is no request"
+    assert values["judge/judge/seconds"] < times_s[2] - times_s[0], "what was waited for is no request"
 
 
 @pytest.mark.parametrize(
     ("answer", "fields", "words"),
     [
-        (500, {"timeout_s": 0.4}, r"judge: http://.*/v1 gave no answer \(1 attempt in 0.4 s at most\); .*status 500"),
+        (500, {"timeout_s": 9.0}, r"judge: http://.*/v1 gave no answer \(1 attempt in 9 s at most\); .*status 500"),
         ((429, {"Retry-After": "600"}), {}, "status 429.*asks to wait 600 s"),
         (401, {}, "refuses: status 401"),
         ("I would rather not.", {}, "no score from 1 to 10 by its pattern: ...'I would rather not.'"),
@@ -139,9 +147,10 @@ def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
         ('{"score": true}', {"json_field": "score"}, "no score from 1 to 10 by its field 'score'"),
         ('{"score": "7"}', {"json_field": "score"}, "no score"),
         ("[" * 20_000 + "{" * 100_000 + "}", {"json_field": "score"}, "no score"),
-        (None, {"timeout_s": 0.4}, "gave no answer"),
+        (None, {}, "gave no answer"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("_one_attempt")
 def test_no_score_fails_the_completion_or_leaves_the_term_out(
     answer: Answer, fields: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
@@ -274,33 +283,33 @@ def test_two_judges_and_a_function_are_asked_together(tmp_path: Path) -> None:
 
 def test_a_server_that_comes_back_within_the_deadline_costs_no_score(tmp_path: Path) -> None:
     """It is killed behind the third of ten, and comes back on the same port a second later."""
-    servers = [JudgeServer(by_length).__enter__()]
-    port = servers[0].port
-    config = only(servers[0], timeout_s=20.0, max_concurrent=2)
+    with held_port() as port:
+        servers = [JudgeServer(by_length, port=port).__enter__()]
+        config = only(servers[0], timeout_s=20.0, max_concurrent=2)
 
-    def during(num_done: int) -> None:
-        if num_done >= 3 and len(servers) == 1:
-            servers[0].__exit__()
-            servers.append(JudgeServer(by_length, port=port))
-            timer = threading.Timer(1.0, servers[1].__enter__)
-            timer.start()
+        def during(num_done: int) -> None:
+            if num_done >= 3 and len(servers) == 1:
+                servers[0].__exit__()
+                servers.append(JudgeServer(by_length, port=port))
+                timer = threading.Timer(1.0, servers[1].__enter__)
+                timer.start()
 
-    rollouts, values = scored(config, ["x" * n for n in range(1, 11)], tmp_path, during=during)
-    servers[1].__exit__()
+        rollouts, values = scored(config, ["x" * n for n in range(1, 11)], tmp_path, during=during)
+        servers[1].__exit__()
     assert [one.failure for one in rollouts] == [None] * 10
     assert [one.reward for one in rollouts] == pytest.approx([n / 9 for n in range(10)])
     assert values["judge/judge/retries"] >= 1
     assert len(servers[0].questions) + len(servers[1].questions) <= values["judge/judge/requests"]
 
 
+@pytest.mark.usefixtures("_one_attempt")
 def test_what_is_asked_while_nobody_answers_fails_and_the_run_goes_on(tmp_path: Path) -> None:
-    with JudgeServer(by_length) as server:
-        port = server.port
-    config = only(server, timeout_s=0.4)
-    rollouts, _ = scored(config, ["x", "xx"], tmp_path)
-    assert all("ConnectionRefusedError" in (one.failure or "") for one in rollouts)
-    with JudgeServer(by_length, port=port):
+    with held_port() as port:
+        config = only(JudgeServer(by_length, port=port))
         rollouts, _ = scored(config, ["x", "xx"], tmp_path)
+        assert all("ConnectionRefusedError" in (one.failure or "") for one in rollouts)
+        with JudgeServer(by_length, port=port):
+            rollouts, _ = scored(config, ["x", "xx"], tmp_path)
     assert [one.failure for one in rollouts] == [None, None]  # and no failure was kept
 
 
@@ -425,12 +434,12 @@ def test_the_dry_call_asks_once_and_names_endpoint_and_status(monkeypatch: pytes
             dry_call(only(server, prompt="{completion} {lvel}").model_copy(update={"dry_call": False}), {}, prompts())
 
 
-def test_a_configuration_goes_through_toml_and_json(tmp_path: Path) -> None:
+def test_a_configuration_goes_through_json() -> None:
     with JudgeServer(by_length) as server:
         config = only(server)
-        executor = Rewards(**json.loads(json.dumps({"config": config.model_dump(mode="json"), "tasks": {}})))
-        executor.close()
-    assert [term.function for term in config.asked] == ["judge:judge"]
+    read = RewardsConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json"))))
+    assert read == config
+    assert [term.function for term in read.asked] == ["judge:judge"]
 
 
 def test_the_example_asks_what_its_rows_have() -> None:

@@ -21,7 +21,7 @@ from slipstream.rewards.pool import ScoringPool
 from slipstream.rewards.protocol import Term, WorkerSetup
 setup = WorkerSetup(terms=[Term("exact_match")], timeout_s=5.0, memory_bytes=1 << 30, tasks={})
 pool = ScoringPool(setup, num_workers=2)
-print(*[slot.worker.keeper_pid for slot in pool._slots], flush=True)
+print(*[slot.worker._keeper.pid for slot in pool._slots], flush=True)
 sys.stdin.read()
 """
 

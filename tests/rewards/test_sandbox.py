@@ -7,13 +7,16 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reasoning_gym
+from barriers import needs
+from processes import below, not_gone
 from reward_jobs import GENEROUS_S, HERE, job, run_jobs
 
 from slipstream.core.clock import VirtualClock
@@ -28,40 +31,14 @@ MakePool = Callable[..., ScoringPool]
 
 
 @pytest.fixture(scope="module")
-def pool(make_pool: MakePool) -> ScoringPool:
-    os.environ["SLIPSTREAM_TEST_SECRET"] = "token"
-    return make_pool(ATTACK)
-
-
-def needs(*barriers: str) -> None:
-    missing = [barrier for barrier in barriers if not isolation_report()[barrier]]
-    if missing:
-        pytest.skip(f"this platform cannot isolate: {missing}")
-
-
-def below(pid: int) -> set[int]:
-    """Live processes in the tree of `pid`, by parent, from /proc."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
+def pool(make_pool: MakePool) -> Iterator[ScoringPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_TEST_SECRET", "token")
+        yield make_pool(ATTACK)
 
 
 def keeper_trees(pool: ScoringPool) -> set[int]:
-    return set().union(*(below(slot.worker.keeper_pid) for slot in pool._slots))
-
-
-def still_alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}/stat").exists()}
+    return set().union(*(below(slot.worker._keeper.pid) for slot in pool._slots))
 
 
 def test_isolation_is_reported() -> None:
@@ -134,52 +111,67 @@ def test_a_flood_of_text_goes_nowhere(pool: ScoringPool) -> None:
 @pytest.mark.parametrize("attack", ["fork", "fork_and_hang"])
 def test_forked_children_that_left_their_session_die_with_the_worker(make_pool: MakePool, attack: str) -> None:
     needs("processes")
-    pool = make_pool(ATTACK, timeout_s=1.5 if attack == "fork_and_hang" else GENEROUS_S)
-    done = run_jobs(pool, [job(0, attack)])
-    assert (done[0].failure is None) == (attack == "fork")
-    forked = keeper_trees(pool)
+    clock = VirtualClock()
+    pool = make_pool(ATTACK, timeout_s=1.5, clock=clock)
+    pool.submit(job(0, attack))
+    assert pool.poll() == []
+    end_s = time.monotonic() + GENEROUS_S
+    while len(forked := keeper_trees(pool)) <= 20:  # they are alive beside the worker, within its limit of processes
+        assert time.monotonic() < end_s, "nothing is forked"
+        time.sleep(0.01)
     if attack == "fork":
-        assert len(forked) > 20  # they are alive beside the worker, within its limit of processes
-    run_jobs(pool, [job(1, "forge"), job(2, "ok")])
-    pool.close()
-    assert not still_alive(forked)
+        done = run_jobs(pool, [job(1, "forge")], expected=2)
+    else:
+        clock.advance(1.5)
+        done = run_jobs(pool, [], expected=1)
+    assert (done[0].failure is None) == (attack == "fork")
+    assert run_jobs(pool, [job(2, "ok")])[2].parts == [1.0]
+    assert not not_gone(forked)
 
 
-def test_nothing_is_written_outside_the_scratch_folder(pool: ScoringPool, tmp_path: Path) -> None:
+def test_nothing_is_written_outside_the_scratch_folder(pool: ScoringPool) -> None:
     needs("files")
-    open_folder = Path(f"/slipstream-test-{os.getpid()}")
-    hidden_folder = Path("/tmp") / open_folder.name
-    try:
-        for folder in (open_folder, hidden_folder):
-            folder.mkdir()
-            folder.chmod(0o777)
-        attacks = [f"write {open_folder}/marker", f"write {hidden_folder}/marker", "write /tmp/marker", "scratch"]
+    marker = Path(f"/slipstream-test-{os.getpid()}")
+    with tempfile.TemporaryDirectory(dir="/tmp") as hidden:
+        Path(hidden).chmod(0o777)
+        attacks = [f"write {marker}", f"write {hidden}/marker", "write /tmp/marker", "scratch"]
         done = run_jobs(pool, [job(i, attack) for i, attack in enumerate(attacks)])
-        assert "Read-only" in (done[0].failure or "")
-        assert "No such file" in (done[1].failure or "")
-        assert "Read-only" in (done[2].failure or "")
-        assert done[3].parts == [4.0]
-        assert not list(open_folder.iterdir()) + list(hidden_folder.iterdir())
-    finally:
-        open_folder.rmdir()
-        hidden_folder.rmdir()
+        assert not os.listdir(hidden)
+    assert not marker.exists()
+    assert "Read-only" in (done[0].failure or "")
+    assert "No such file" in (done[1].failure or "")
+    assert "Read-only" in (done[2].failure or "")
+    assert done[3].parts == [4.0]
 
 
 def test_secrets_network_descriptors_and_processes_are_out_of_reach(pool: ScoringPool) -> None:
     needs("files", "network", "processes", "user")
-    private = Path(os.path.expanduser("~")) / ".slipstream_test_secret"
-    private.write_text("secret")
+    private = Path.home() / f".slipstream-test-secret-{os.getpid()}"
     try:
+        private.write_text("secret")
         attacks = ["environment", "descriptors", "processes", "identity", "network", f"read {private}"]
         done = run_jobs(pool, [job(i, attack) for i, attack in enumerate(attacks)])
     finally:
-        private.unlink()
+        private.unlink(missing_ok=True)
     assert done[0].parts == [0.0]
     assert done[1].parts[0] <= 5  # three to nowhere, the connection, and the one that lists them
     assert done[2].parts[0] <= 5  # its own, and what earlier attacks left of themselves
     assert done[3].parts == [0.0]
     assert done[4].parts == [0.0]
     assert "Error" in (done[5].failure or "")
+
+
+def test_a_worker_is_killed_first_and_dumps_no_core(pool: ScoringPool) -> None:
+    needs("privileges")
+    done = run_jobs(pool, [job(0, "oom"), job(1, "core")])
+    assert [done[i].parts for i in range(2)] == [[1000.0], [0.0]]
+
+
+def test_files_are_counted_and_shared_memory_is_its_own(pool: ScoringPool) -> None:
+    needs("files", "processes")
+    done = run_jobs(pool, [job(0, "inodes 5000"), job(1, f"ipc {os.readlink('/proc/self/ns/ipc')}")])
+    assert 0 < done[0].parts[0] < 4096
+    assert done[1].parts == [0.0]
 
 
 def test_a_run_that_starts_at_home_shows_workers_none_of_it(
@@ -267,9 +259,9 @@ def test_a_killed_trainer_leaves_no_workers(tmp_path: Path) -> None:
     assert all(folder.is_dir() for folder in scratch)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    while still_alive(tree) and time.monotonic() < end_s:
+    while not_gone(tree) and time.monotonic() < end_s:
         time.sleep(0.02)
-    assert not still_alive(tree)
+    assert not not_gone(tree)
     while any(folder.exists() for folder in scratch) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert not any(folder.exists() for folder in scratch)

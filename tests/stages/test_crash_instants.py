@@ -319,12 +319,19 @@ def test_lines_that_are_gone_are_told_of(name: str, lose: Callable[[Path], None]
 
 @pytest.mark.usefixtures("_no_sync")
 def test_what_an_attempt_came_to_is_set_aside_with_it(folder: Path) -> None:
-    """A report of the next one would show it as its own."""
+    """A report of the next one would show it as its own; alarms and tokens are those of the steps that are left."""
     run(folder, FragileDisk(folder))
     (folder / "summary.json").write_text('{"status": "interrupted"}')
+    for name in ("alarms.jsonl", "tokens.jsonl"):
+        (folder / name).write_text("".join(f'{{"step":{step}}}\n' for step in (0, 2, 3)))
+    written = {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+    assert len(written) == 6
     resumed = prepare_resume(folder)
     assert not (folder / "summary.json").exists()
     assert (resumed.attempt / "summary.json").read_text() == '{"status": "interrupted"}'
+    assert {path.name: path.read_bytes() for path in resumed.attempt.glob("*.jsonl")} == written
+    for name in ("alarms.jsonl", "tokens.jsonl"):
+        assert lines(folder / name) == [{"step": 0}, {"step": 2}]
 
 
 @pytest.mark.usefixtures("_no_sync")

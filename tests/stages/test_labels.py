@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from slipstream.core.config import RunConfig
+from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Prompt
 from slipstream.observe.evaluation import evaluation_rows
 from slipstream.prompts.tasks import Posts
 from slipstream.rewards.functions import build_scorer, make_term
 from slipstream.rewards.protocol import RewardJob
+from slipstream.stages.completions import build_judge
 from slipstream.stages.preferences import Candidate, ScoredPrompt, labelled
 
 
@@ -74,6 +77,16 @@ def likes_length(prompt: str, a: str, b: str) -> str:
 def test_a_judge_decides_in_both_orders() -> None:
     judged = config(preferences={"labels": "judge"}, judge={"function": f"{Path(__file__)}:likes_length"})
     assert as_pairs(labelled([scored(None, None, None)], judged)) == [(2, 0)]
+
+
+def test_a_judge_is_imported_as_other_functions_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also out of a module in the working folder; an error of its file is told with its line."""
+    monkeypatch.chdir(tmp_path)
+    Path("judge_here.py").write_text("def judge(prompt, a, b):\n    return 'b'\n")
+    Path("broken.py").write_text("\nint('x')\njudge = min\n")
+    assert build_judge(JudgeConfig(function="judge_here:judge"))("", "x", "y") == "b"
+    with pytest.raises(ConfigError, match=r"'broken.py:judge' cannot be imported\n.*broken.py, line 2"):
+        build_judge(JudgeConfig(function="broken.py:judge"))
 
 
 def test_posts_are_a_pure_function_of_their_number() -> None:

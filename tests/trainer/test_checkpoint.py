@@ -112,7 +112,8 @@ def test_saving_again_replaces_and_old_ones_go(tmp_path):
     for step in (1, 2, 10, 10):
         save_checkpoint(checkpoint_path(tmp_path, step), (model, optimizer), step=step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_2"]
-    assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step_2"]
+    prune_checkpoints(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_10"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
@@ -136,7 +137,7 @@ def test_the_only_whole_checkpoint_is_never_deleted_for_damaged_ones(tmp_path):
     (tmp_path / "step_3" / "rank_00000.safetensors").write_bytes(b"")
     (tmp_path / "step_4.rollouts").mkdir()
     (tmp_path / "step_1.rollouts").mkdir()
-    assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step_1"]
+    prune_checkpoints(tmp_path, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3", "step_4", "step_4.rollouts"]
     newest, damages = settle(tmp_path)
     assert newest == tmp_path / "step_2"

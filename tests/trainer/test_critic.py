@@ -360,6 +360,10 @@ def test_published_names_of_a_step_with_a_critic():
     assert metrics["elapsed/steps/serial"] == 16
     assert metrics["elapsed/steps/total"] == 12 * 16
     assert all(name in metrics for names in SAME.values() for name in names)
+    unmeasured = {name: value for name, value in metrics.items() if "ratio" not in name}  # by a loss of one's own
+    found = published_names(unmeasured, value_coef=0.1, step=0, num_episodes=12, max_new_tokens=16, num_eos_tokens=0)
+    assert found["ppo/loss/total"] == metrics["ppo/loss/total"]
+    assert not [name for name in found if "ratio" in name]
     assert all(math.isfinite(value) for value in metrics.values())
 
 

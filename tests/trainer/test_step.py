@@ -181,17 +181,21 @@ def test_difference_per_lag_is_rounding_where_behaviour_is_the_policy():
     model, _, optimizer = setup(config)
     rng = np.random.default_rng(0)
     rollouts = [make_rollout(0, sample, rng, version=version) for sample, version in enumerate([3, 3, 2])]
-    exact = []
-    for rollout in rollouts[:2]:
+    for rollout in rollouts:
         completion = rollout.completion
         segment = completion.segments[0]
         tokens = np.concatenate([completion.prompt.tokens, segment.tokens])
-        segment.behaviour_logprobs[:] = probe_logprobs(model, tokens)[len(completion.prompt.tokens) - 1 :]
-        exact.append(rollout)
-    group = Group(ordinal=0, rollouts=(*exact, rollouts[2]))
+        logprobs = probe_logprobs(model, tokens)[len(completion.prompt.tokens) - 1 :]
+        if rollout is not rollouts[2]:
+            segment.behaviour_logprobs[:] = logprobs
+    difference = np.abs(logprobs - segment.behaviour_logprobs)
+    group = Group(ordinal=0, rollouts=tuple(rollouts))
     metrics = train_on_batch(model, optimizer, [group], config=config, step=3, batching=batching)
     assert metrics["logprob_diff_max/lag_0"] < 1e-5
-    assert metrics["logprob_diff_max/lag_1"] > 1e-2
+    assert metrics["logprob_diff_mean/lag_1"] == pytest.approx(difference.mean(), rel=1e-4)
+    assert metrics["logprob_diff_max/lag_1"] == pytest.approx(difference.max(), rel=1e-4)
+    num_tokens = sum(rollout.completion.num_tokens for rollout in rollouts)
+    assert metrics["logprob_diff_mean"] == pytest.approx(difference.sum() / num_tokens, rel=1e-4)
     assert metrics["staleness_max"] == 1
     assert metrics["staleness_tokens/lag_1"] == rollouts[2].completion.num_tokens
 

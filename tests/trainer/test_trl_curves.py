@@ -22,7 +22,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import load_model, logical_tensors
 from slipstream.trainer.batch import train_sequence
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.measure import Auxiliary, measure, reads_logprobs
+from slipstream.trainer.measure import Auxiliary, LogprobReader, measure
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.step import train_on_batch
 
@@ -142,7 +142,7 @@ def trained(name, tmp_path):
     for step in range(steps):
         rollouts = list(rollouts_of(name, step, group))
         sequences = [train_sequence(one.completion) for one in rollouts]
-        reads = {"logprobs": reads_logprobs(policy, 1.0)}
+        reads = {"logprobs": LogprobReader(policy, 1.0)}
         reads |= {"values": lambda one: critic.values(one, torch.empty(0))} if critic else {}
         found = {
             curve: measure(read, sequences, microbatch_tokens=120, batching=batching) for curve, read in reads.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -101,6 +102,28 @@ def test_a_full_directory_is_passed_by(tmp_path: Path, run_id: str) -> None:
     with pytest.raises(WeightSyncError, match="no room"):
         SharedMemory(run_id, (missing,)).create(100, 1)
     assert scratch_directories()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system reserves no space")
+def test_the_space_of_the_last_slot_is_reserved_before_it_is_written(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing into a page for which there is no room would end the process."""
+    num_bytes = 1 << 22
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    slots = SharedMemory(run_id).create(num_bytes, 2)
+    before = os.stat(slots.name).st_blocks
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        slots.invalidate(0)
+        with pytest.raises(WeightSyncError, match="no room for a further version"):
+            slots.invalidate(1)
+    slots.invalidate(1)
+    assert (os.stat(slots.name).st_blocks - before) * 512 >= num_bytes
+    slots.close()
 
 
 @pytest.mark.parametrize("bad", ["", "a/b", "a.b", "*"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ NUM_PARAMS = 5000
 
 
 class Parameters:
-    """Stands for `models.flat.FlatParameters`: one tensor and a pointer flip."""
+    """Weights as one tensor and a pointer flip."""
 
     def __init__(self, num_params: int = NUM_PARAMS) -> None:
         self.flat = torch.zeros(num_params)
@@ -91,9 +91,9 @@ class Rig:
             subscriber.open(parameters, probe, 1e-3, is_threaded=is_threaded)
             self.subscribers.append(subscriber)
 
-    def publish(self, version: int, probe_offset: float = 0.0) -> bool:
+    def publish(self, version: int, probe_offsets: Sequence[float] = (0.0, 0.0, 0.0)) -> bool:
         self.live.fill_(float(version))
-        return self.publisher.publish(version, TOKENS, np.full(3, version + probe_offset, np.float32))
+        return self.publisher.publish(version, TOKENS, np.array(probe_offsets, np.float32) + version)
 
     def close(self) -> None:
         self.publisher.close()
@@ -281,6 +281,28 @@ def test_a_version_that_is_written_again_while_it_is_read_is_passed_over(
     rig.close()
 
 
+def test_a_slot_has_no_version_while_it_is_written_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds it then must not take it for the version that it had."""
+    (subscriber,), slots = rig.subscribers, rig.publisher._opened()
+    memory = type(rig.publisher._transport.memory)
+    copy = memory.copy
+    found: list[tuple[int, Commit | None]] = []
+
+    def copied(self: Any, target: torch.Tensor, source: torch.Tensor, checksums: Any) -> int:
+        [slot] = [one for one in range(slots.num_slots) if slots.data(one).data_ptr() == target.data_ptr()]
+        found.append((slot, slots.committed(slot)))
+        return copy(self, target, source, checksums)
+
+    monkeypatch.setattr(memory, "copy", copied)
+    for version in range(4):
+        assert rig.publish(version)
+        subscriber.poll()
+        subscriber.commit()
+        rig.publisher.poll()
+    assert len({slot for slot, _ in found}) < len(found) == 4, "none was written again"
+    assert {commit for _, commit in found} == {None}
+
+
 def test_with_one_version_in_transit_the_newest_follows_when_that_is_read(tmp_path: Path) -> None:
     """As between GPUs, whose memory holds two: what comes meanwhile is written to the other slot, over and over."""
     rig = Rig(ipc("test", tmp_path), num_slots=1)
@@ -394,14 +416,14 @@ def test_a_damaged_slot_is_refused_a_torn_one_passed_over_and_the_old_version_ru
     assert subscriber.commit() is not None
 
 
-@pytest.mark.parametrize("offset", [0.5, float("nan")])
-def test_a_failed_probe_rolls_back(rig: Rig, offset: float) -> None:
+@pytest.mark.parametrize("offsets", [[0.5] * 3, [float("nan")] * 3, [0.3, -0.3, 0.0], [0.0]], ids=str)
+def test_a_failed_probe_rolls_back(rig: Rig, offsets: list[float]) -> None:
     (subscriber,), (parameters,) = rig.subscribers, rig.parameters
     assert rig.publish(0)
     subscriber.poll()
     subscriber.commit()
     before = parameters.flat
-    assert rig.publish(1, probe_offset=offset)
+    assert rig.publish(1, offsets)
     subscriber.poll()
     with pytest.raises(WeightSyncError, match=r"version 1 does not reproduce[\s\S]*version 0 runs on"):
         subscriber.commit()

@@ -191,28 +191,6 @@ def vtrace(
     return advantages.to(values.dtype), (exact + corrections).to(values.dtype)
 
 
-def whiten(
-    values: Tensor,
-    mask: Tensor | None = None,
-    *,
-    shift_mean: bool = True,
-    unbiased: bool = False,
-    eps: float = 1e-8,
-) -> Tensor:
-    """(x - mean) / sqrt(var + eps), plus the mean again unless `shift_mean`; 0 where `mask` is False.
-
-    N, item 29, on values of any shape: rewards keep their mean (shift_mean = False), advantages lose it. The original
-    code has the population variance; `unbiased` divides by n - 1 (TRL, and the reproductions that use torch.var).
-    Identity: the result has variance var / (var + eps) and mean 0, or the mean it had.
-    """
-    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    _check_shapes(values, kept)
-    whitened = torch.zeros_like(values)
-    part = torch.zeros(int(kept.sum()), dtype=torch.int64, device=values.device)
-    whitened[kept] = whiten_parts(values[kept], part, shift_mean=shift_mean, unbiased=unbiased, eps=eps)
-    return whitened
-
-
 def whiten_parts(
     values: Tensor,
     part_ids: Tensor,
@@ -223,11 +201,15 @@ def whiten_parts(
     eps: float = 1e-8,
     over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
-    """`whiten` within each part of `values` [T]; `part_ids` int64 [T] below `num_parts` names the part of each.
+    """(x - mean) / sqrt(var + eps) within each part of `values` [T], plus the mean again unless `shift_mean`.
 
-    N, item 29: the original whitens what lies on each of its ranks alone. Here a part may lie on any ranks:
-    `over_ranks` adds up a tensor over those that hold the values, called twice by all of them.
-    Identities: one part gives `whiten`; values on several ranks give what one rank with all of them gives.
+    `part_ids` int64 [T] below `num_parts` names the part of each value. N, item 29: rewards keep their mean
+    (shift_mean = False), advantages lose it. `unbiased` divides by n - 1 (TRL, and the reproductions that use
+    torch.var); the original code has the population variance, and whitens what lies on each of its ranks alone. Here a
+    part may lie on any ranks: `over_ranks` adds up a tensor over those that hold the values, and all of them call it
+    twice.
+    Identities: a part has variance var / (var + eps) and mean 0, or the mean it had; values on several ranks give what
+    one rank with all of them gives.
     """
     _check_shapes(values, part_ids)
     members = [part_ids == part for part in range(num_parts)]

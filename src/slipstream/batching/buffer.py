@@ -14,7 +14,7 @@ class GroupBuffer(Generic[AnySample]):
 
     `expects` names which of the `completions_per_group` samples of a group come here, by default all: a trainer's rank
     is dealt a part of each group, or none. A group is complete when they are here. A rollout arriving twice, or
-    after its group was taken or forgotten, is dropped and counted in `num_duplicates`. Memory is bounded: at most
+    after its group was taken, is dropped and counted in `num_duplicates`. Memory is bounded: at most
     `max_groups` groups may be waiting (admission bounds them, so more is a bug), and retired ordinals are remembered as
     a floor and the few above it.
     """
@@ -76,10 +76,6 @@ class GroupBuffer(Generic[AnySample]):
         groups = {ordinal: self.group(ordinal) for ordinal in wanted}
         self._retire(wanted)
         return groups
-
-    def forget(self, ordinals: Iterable[int]) -> None:
-        """Drop these groups, whatever of them is here; what still arrives of them is a duplicate."""
-        self._retire(ordinals)
 
     def _expected(self, ordinal: int) -> Sequence[int]:
         samples = range(self._completions_per_group)

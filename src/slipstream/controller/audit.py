@@ -6,20 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.controller.schedule import SchedulingPolicy
-from slipstream.core.run_log import (
-    Decision,
-    LoopState,
-    ScheduleBegan,
-)
-from slipstream.core.types import (
-    GroupScored,
-    ReplicaLost,
-    Skip,
-    StartGroup,
-    StepDone,
-    Swapped,
-    TrainStep,
-)
+from slipstream.core.run_log import Decision, LoopState, ScheduleBegan
+from slipstream.core.types import GroupScored, ReplicaLost, Skip, StartGroup, StepDone, Swapped, TrainStep
 
 MAX_VIOLATIONS = 20
 

@@ -209,8 +209,7 @@ def default_pipeline(
     """generators -> rewards -> reward models -> reference -> teacher -> trainer -> weights -> generators.
 
     Rewards, reward models, reference and teacher where there are any of their own; a critic of its own is asked by the
-    trainer. Generators and environments speak
-    to each other turn by turn.
+    trainer. Generators and environments speak to each other turn by turn.
     """
     made = nodes(config, functions=functions, environments=environments, resume=resume, remote=remote)
     replicas = [node for node in made if node.name.startswith("generator")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slipstream.controller.placement import check_processes, check_remote, computing_groups
+from slipstream.controller.placement import check_processes, check_remote, computing_groups, scorers
 from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
@@ -55,15 +55,12 @@ def check(
             raise ConfigError("generators join a running run from commands of their own", got=got, hint=hint)
         check_vllm(config)
         check_device(config)
-    for group, section, device, field, ranks in (
-        ("trainer", "trainer", config.trainer.device, "ranks", config.trainer.ranks),
-        ("reward_models", "rewards", config.rewards.device, "model_ranks", config.rewards.model_ranks),
-        ("reference", "kl", config.kl.device, "ranks", config.kl.ranks),
-        ("teacher", "teacher", config.teacher.device, "ranks", config.teacher.ranks),
-        ("critic", "critic", config.critic.device, "ranks", config.critic.ranks),
-    ):
-        if group in here:
-            check_gpus(section, device, field, ranks)
+    if "trainer" in here:
+        check_gpus("trainer", config.trainer.device, "ranks", config.trainer.ranks)
+    for scorer in scorers(config):
+        if scorer.name in here:
+            section, _, field = scorer.field.partition(".")
+            check_gpus(section, scorer.device, field, scorer.ranks)
     for ranks in {config.generator.tensor_parallel, config.trainer.tensor_parallel}:
         check_division(config.model, ranks)
     shape = check_policy(config)

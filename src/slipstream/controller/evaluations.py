@@ -108,18 +108,16 @@ class PendingEvaluations:
     def begin(
         self,
         prompts: Sequence[Prompt],
-        temperatures: Sequence[float],
+        temperature: float,
         versions: Mapping[int, int],
         *,
         name: str = "",
         at: float | None = None,
     ) -> list[Request]:
-        """Begin an evaluation on `prompts` at each of `temperatures`; return what is to be sent."""
+        """Begin an evaluation on `prompts` at `temperature`; return what is to be sent."""
         self._is_first_due = False
-        asked = [
-            PendingEvaluation(0, one, tuple(prompts), name=name, at=one if at is None else at) for one in temperatures
-        ]
-        return [request for one in asked if prompts for request in self._begin(one, versions)]
+        asked = PendingEvaluation(0, temperature, tuple(prompts), name=name, at=temperature if at is None else at)
+        return self._begin(asked, versions) if prompts else []
 
     def ask_again(self, versions: Mapping[int, int]) -> list[Request]:
         """Begin anew what replicas were asked that are gone; answers of two versions are not mixed."""

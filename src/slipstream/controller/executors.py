@@ -39,6 +39,7 @@ from slipstream.core.errors import (
     SlipstreamError,
 )
 from slipstream.core.peer_messages import Failed, Joined, Left
+from slipstream.core.plain import plural
 from slipstream.core.ports import Turn
 from slipstream.core.ranks import RANK_MARK, split_rank_name
 from slipstream.core.service_messages import CompletionsFinished, Counters, Ready
@@ -392,7 +393,7 @@ class Executors:
         if delay_s is None:
             times = self._restarts.max_restarts
             raise ExecutorDied(
-                f"{what}: '{group}' was lost {times + 1} time{'s' if times else ''}",
+                f"{what}: '{group}' was lost {plural(times + 1, 'time')}",
                 got=why,
                 allowed=f"max_restarts = {times}",
                 hint=tail or f"nothing in {executor}.log",
@@ -400,7 +401,7 @@ class Executors:
         left = self._restarts.left(group)
         self._note(
             f"{executor} was lost: {why}. {group} is started again in {delay_s:g} s;"
-            f" {left} restart{'' if left == 1 else 's'} of it left{_indented(tail)}"
+            f" {plural(left, 'restart')} of it left{_indented(tail)}"
         )
         self.heard_s = self._clock.now_s()
         while self._suspects:  # that was their cause

@@ -54,12 +54,10 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 def join_on_one_machine(
     node: Node, rank: int, transport_dir: Path, *, timeout_s: float, incarnation: int = 1
 ) -> RankGroup:
-    """The group of `node`'s ranks, which meet through a file of the run; alone where nobody else is needed.
+    """The group of `node`'s ranks, which meet through a file of the run.
 
     Waits for the others, at most `timeout_s`, as every collective of the group does. Each incarnation has its own file.
     """
-    if not node.needs_group:
-        return RankGroup.alone()
     if LOOPBACK_DEVICE in {name for _, name in socket.if_nameindex()}:
         os.environ[INTERFACE_VARIABLE] = LOOPBACK_DEVICE  # whatever the machine calls itself
     store = FileStore(str(transport_dir / f"{node.name}-{incarnation}.store"), node.ranks)

@@ -60,7 +60,7 @@ class HeldOut:
                     continue
                 times, at = (one.num_samples, one.temperature) if kind == GREEDY else (1, kind)
                 asked = [prompt for _ in range(times) for prompt in prompts]
-                self._ask(self.pending.begin(asked, (kind,), self._schedule.versions, name=name, at=at))
+                self._ask(self.pending.begin(asked, kind, self._schedule.versions, name=name, at=at))
 
     def evaluate_last(self, version: int) -> None:
         """Ask for what is not known of the last version."""

@@ -208,20 +208,11 @@ def serve(host: Host, tether: Tether, *, is_leaving: Callable[[], bool] = lambda
 
 def report(ports: Ports, name: str, error: Exception, *, num_ranks: int) -> int:
     """Tell the controller why this process ends, which is one of `num_ranks`."""
-    text = traceback.format_exc()
-    sys.stderr.write(text)
-    try:
-        ports.outputs["events"].put(
-            Failed(
-                executor=name,
-                error=f"{type(error).__name__}: {error}",
-                traceback=text,
-                may_follow=_may_follow(error, num_ranks),
-            )
-        )
+    sys.stderr.write(traceback.format_exc())
+    failed = Failed(executor=name, error=f"{type(error).__name__}: {error}", may_follow=_may_follow(error, num_ranks))
+    with suppress(ChannelError):  # the controller is gone, or will learn of it from our exit code
+        ports.outputs["events"].put(failed)
         ports.outputs["events"].flush(deadline_s=2.0)
-    except ChannelError:
-        return 1  # the controller is gone, or will learn of it from our exit code
     return 1
 
 

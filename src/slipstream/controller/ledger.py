@@ -46,11 +46,8 @@ class Ledger:
         self.states[entry.ordinal] = entry.state
         self._writer.write(entry)
 
-    def count(self, state: LedgerState) -> int:
-        return sum(s == state for s in self.states.values())
-
     def counts(self) -> dict[str, int]:
-        """See `counts`, with how many were trained more than once."""
+        """Return `counts` of the states, with how many were trained more than once."""
         return counts(self.states) | {"repeated": self.repeated}
 
     def flush(self) -> None:

@@ -6,8 +6,6 @@ arguments that JSON can carry (a RunConfig counts). Nodes are what users compose
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,13 +15,13 @@ from typing import Any, Literal
 
 from slipstream.core.channel_spec import ChannelSpec, Kind, executor_of
 from slipstream.core.config import RunConfig
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.core.executor import Executor
 from slipstream.core.ranks import RANK_MARK, rank_name, split_rank_name
 from slipstream.core.service_messages import WarmStart
 from slipstream.core.types import Prompt
 from slipstream.core.unfinished_messages import Unfinished
-from slipstream.core.user_code import importing
+from slipstream.core.user_code import imported
 from slipstream.models.hub import with_folders
 
 CONTROLLER = "controller"
@@ -103,7 +101,8 @@ def decode_node(data: Mapping[str, Any]) -> Node:
         key: RunConfig.model_validate(value["$config"]) if isinstance(value, dict) and "$config" in value else value
         for key, value in data["kwargs"].items()
     }
-    return Node(**{**data, "factory": resolve_import(data["factory"]), "kwargs": kwargs})
+    factory = imported(data["factory"], what="executor factory", modules={})
+    return Node(**{**data, "factory": factory, "kwargs": kwargs})
 
 
 def decode_channel(data: Mapping[str, Any]) -> ChannelSpec:
@@ -131,27 +130,6 @@ def import_path(factory: Callable[..., Any]) -> str:
     return f"{Path(path).resolve()}:{name}"
 
 
-def resolve_import(path: str) -> Callable[..., Any]:
-    """Import 'module:name' or 'file.py:name'; ConfigError when there is no such thing."""
-    module_name, _, name = path.rpartition(":")
-    if not module_name:
-        raise ConfigError("not an import path", got=path, allowed="'module:name' or 'path/to/file.py:name'")
-    if module_name.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(f"slipstream_user_{Path(module_name).stem}", module_name)
-        if spec is None or spec.loader is None or not Path(module_name).exists():
-            raise ConfigError("no such file", got=module_name)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        with importing(module_name):
-            spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(module_name)
-    if name not in vars(module):
-        raise ConfigError(f"'{module_name}' has no '{name}'", hint=did_you_mean(name, vars(module)))
-    found: Callable[..., Any] = vars(module)[name]
-    return found
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """Executors and the channels between them; `all_channels` includes the controller's own."""
@@ -169,7 +147,7 @@ class Pipeline:
         names = self.members
         for channel in self.channels:
             for port in (channel.source, channel.target):
-                executor = port.split(".")[0]
+                executor = executor_of(port)
                 if executor not in names:
                     raise ConfigError.unknown(
                         f"channel '{channel.name}' names an executor that is not in the pipeline",
@@ -300,12 +278,12 @@ def replica_of(executor: str) -> int | None:
 def has_weights(name: str, channels: Sequence[ChannelSpec]) -> bool:
     """Whether executor `name` gives or takes versions."""
     ends = [port for c in channels if c.kind is Kind.WEIGHTS for port in (c.source, c.target)]
-    return name in {split_rank_name(port.split(".")[0])[0] for port in ends}
+    return name in {split_rank_name(executor_of(port))[0] for port in ends}
 
 
 def weight_readers(channels: Sequence[ChannelSpec]) -> dict[str, int]:
     """The executors that take weights, each with the number of its ranks. Replica i is the i-th, by their channels."""
-    members = [channel.target.split(".")[0] for channel in channels if channel.kind is Kind.WEIGHTS]
+    members = [executor_of(channel.target) for channel in channels if channel.kind is Kind.WEIGHTS]
     return dict(Counter(split_rank_name(member)[0] for member in members))
 
 

@@ -16,6 +16,7 @@ import resource
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
@@ -35,12 +36,38 @@ class Threads:
     alone: int
 
 
+class Scorer(NamedTuple):
+    """A group that scores completions, or a critic of its own: `ranks`, which `field` gives, on `device`.
+
+    `tensor_parallel` of the ranks share each layer.
+    """
+
+    name: str
+    field: str
+    ranks: int
+    device: str
+    tensor_parallel: int = 1
+
+
+def scorers(config: RunConfig) -> list[Scorer]:
+    """Return the groups of the default pipeline that run models beside trainer and generators."""
+    rewards, kl, teacher, critic = config.rewards, config.kl, config.teacher, config.critic
+    size, field = rewards.model_tensor_parallel, "rewards.model_ranks"
+    found = [
+        (Scorer("reward_models", field, rewards.model_ranks, rewards.device, size), bool(rewards.models)),
+        (Scorer("reference", "kl.ranks", kl.ranks, kl.device, kl.tensor_parallel), kl.executor == "own"),
+        (
+            Scorer("teacher", "teacher.ranks", teacher.ranks, teacher.device, teacher.tensor_parallel),
+            config.has_own_teacher,
+        ),
+        (Scorer("critic", "critic.ranks", critic.ranks, critic.device, critic.tensor_parallel), config.has_own_critic),
+    ]
+    return [scorer for scorer, is_there in found if is_there]
+
+
 def computing_groups(config: RunConfig) -> set[str]:
     """The groups of the default pipeline that run models, replicas of the generator under one name."""
-    groups = {"trainer", "generator"} | ({"reward_models"} if config.rewards.models else set())
-    groups |= {"reference"} if config.kl.executor == "own" else set()
-    groups |= {"critic"} if config.has_own_critic else set()
-    return groups | ({"teacher"} if config.has_own_teacher else set())
+    return {"trainer", "generator", *(scorer.name for scorer in scorers(config))}
 
 
 def check_remote(config: RunConfig, remote: Collection[str]) -> None:
@@ -70,10 +97,7 @@ def check_processes(config: RunConfig, here: Collection[str], *, has_workers: bo
     counts = {
         "trainer": ("trainer.ranks", config.trainer.ranks, 1),
         "generator": ("generator.replicas x pipeline_parallel x tensor_parallel", _replicas(config), 1),
-        "reward_models": ("rewards.model_ranks", config.rewards.model_ranks, 1),
-        "reference": ("kl.ranks", config.kl.ranks, 1),
-        "teacher": ("teacher.ranks", config.teacher.ranks, 1),
-        "critic": ("critic.ranks", config.critic.ranks, 1),
+        **{scorer.name: (scorer.field, scorer.ranks, 1) for scorer in scorers(config)},
         "rewards": ("rewards.num_workers", config.rewards.all_workers + 1, 3),
     }
     if config.host != "process":
@@ -133,14 +157,8 @@ def place(config: RunConfig, cores: int) -> dict[str, Threads]:
     on a GPU takes one core for each replica or rank.
     """
     whole = _place_groups(config, cores)
-    ranks = {
-        "trainer": config.trainer.ranks,
-        "generator": config.generator.ranks,
-        "reward_models": config.rewards.model_ranks,
-        "reference": config.kl.ranks,
-        "teacher": config.teacher.ranks,
-        "critic": config.critic.ranks,
-    }
+    ranks = {"trainer": config.trainer.ranks, "generator": config.generator.ranks}
+    ranks |= {scorer.name: scorer.ranks for scorer in scorers(config)}
     return {
         name: Threads(
             together=max(1, threads.together // ranks[name]),
@@ -155,12 +173,9 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
     replicas = config.generator.replicas
     beside = [  # the trainer: name, groups of that name, processes of all of them, device
         ("generator", replicas, replicas, config.generator.device),
-        ("reward_models", int(bool(config.rewards.models)), config.rewards.model_ranks, config.rewards.device),
-        ("reference", int(config.kl.executor == "own"), config.kl.ranks, config.kl.device),
-        ("teacher", int(config.has_own_teacher), config.teacher.ranks, config.teacher.device),
-        ("critic", int(config.has_own_critic), config.critic.ranks, config.critic.device),
+        *((scorer.name, 1, scorer.ranks, scorer.device) for scorer in scorers(config)),
     ]
-    free = cores - sum(processes for _, groups, processes, device in beside if groups and device != "cpu")
+    free = cores - sum(processes for _, _, processes, device in beside if device != "cpu")
     others = sum(groups for _, groups, _, device in beside if device == "cpu")
     each = max(1, free // (others + 1))
     trainer = max(1, free - each * others)
@@ -170,7 +185,7 @@ def _place_groups(config: RunConfig, cores: int) -> dict[str, Threads]:
             trainer = max(1, cores - cores // 2)
     placed = {"trainer": Threads(together=trainer, alone=cores)}
     for name, groups, _, device in beside:
-        on_cpu = Threads(together=each, alone=max(1, cores // max(groups, 1)))
+        on_cpu = Threads(together=each, alone=max(1, cores // groups))
         if name == "critic" and config.is_colocated:
             on_cpu = Threads(together=max(1, cores - trainer), alone=cores)
         placed[name] = on_cpu if device == "cpu" else Threads(together=1, alone=1)

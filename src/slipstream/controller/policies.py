@@ -44,9 +44,6 @@ class DropStale(SchedulingPolicy):
         oldest = self.steps_done - self.config.max_staleness
         return [ordinal for ordinal, version in self.ready.items() if 0 <= version < oldest]
 
-    def _next_batch(self) -> list[int]:
-        return list(self.ready)[: self.config.groups_per_step]
-
 
 class ArealAdmission(SchedulingPolicy):
     """Admit by count, train the oldest of what is finished.
@@ -61,10 +58,6 @@ class ArealAdmission(SchedulingPolicy):
     """
 
     name = "areal"
-
-    @property
-    def staleness_bound(self) -> None:
-        return None
 
     def _may_start(self, ordinal: int, _version: int, /) -> bool:
         newest = max(self.versions.values())
@@ -127,10 +120,6 @@ class SampleBudget(SchedulingPolicy):
         self.synced_version = -1
         self.handed_at_sync = 0
 
-    @property
-    def staleness_bound(self) -> None:
-        return None
-
     def apply(self, event: Event) -> list[Command]:
         if isinstance(event, Swapped) and event.version > self.synced_version:
             num_handed = self.steps_done * self.config.groups_per_step + len(self.training)  # trained or in training
@@ -139,9 +128,6 @@ class SampleBudget(SchedulingPolicy):
 
     def _may_start(self, ordinal: int, _version: int, /) -> bool:
         return ordinal < self.next_ordinal or _num_undropped(self) - self.handed_at_sync < self.budget
-
-    def _next_batch(self) -> list[int]:
-        return list(self.ready)[: self.config.groups_per_step]
 
 
 class FinishOrder(SchedulingPolicy):
@@ -157,15 +143,8 @@ class FinishOrder(SchedulingPolicy):
 
     name = "finish_order"
 
-    @property
-    def staleness_bound(self) -> None:
-        return None
-
     def _may_start(self, _ordinal: int, _version: int, /) -> bool:
         return len(self.ready) < self.config.queue_groups
-
-    def _next_batch(self) -> list[int]:
-        return list(self.ready)[: self.config.groups_per_step]
 
 
 POLICIES: dict[str, type[SchedulingPolicy]] = {

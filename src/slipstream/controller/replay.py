@@ -26,15 +26,7 @@ from slipstream.controller.schedule import SchedulingPolicy
 from slipstream.core.errors import ConfigError, SlipstreamError, clip
 from slipstream.core.files import open_regular, read_lines
 from slipstream.core.jsonl import intact_lines
-from slipstream.core.run_log import (
-    Command,
-    Decision,
-    Event,
-    LedgerLine,
-    ScheduleBegan,
-    Snapshot,
-    decode_decision,
-)
+from slipstream.core.run_log import Command, Decision, Event, LedgerLine, ScheduleBegan, Snapshot, decode_decision
 
 
 def events_file(path: Path) -> Path:

@@ -132,9 +132,9 @@ class SchedulingPolicy(ABC):
     # Decisions of a policy
 
     @property
-    @abstractmethod
     def staleness_bound(self) -> int | None:
         """Return the most steps that a consumed token may be old; None where the policy promises none."""
+        return None
 
     @abstractmethod
     def _may_start(self, ordinal: int, version: int, /) -> bool:
@@ -143,9 +143,9 @@ class SchedulingPolicy(ABC):
         It is the next new one, or below `next_ordinal`: one that was admitted before and lost.
         """
 
-    @abstractmethod
     def _next_batch(self) -> Collection[int] | None:
         """Return the P ready groups of the next step, or None. Called while the trainer is free and P are ready."""
+        return list(self.ready)[: self.config.groups_per_step]  # in the order in which they were finished
 
     def _stale(self) -> list[int]:
         """Return the ready groups to discard before the next step is put together."""

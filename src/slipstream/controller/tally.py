@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone
+from slipstream.controller.evaluations import GREEDY, EvaluationDone
 from slipstream.controller.ledger import counts
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
@@ -252,16 +252,12 @@ class Tally:
         else:
             answers.sampled = done.found
 
-    def unevaluated(self, version: int) -> tuple[float, ...]:
-        """Return the temperatures at which `version` is still to be evaluated, of the two at the ends of a run."""
-        found = self.evaluations.get(version, VersionAnswers())
-        measured = {GREEDY: found.greedy, SAMPLED: found.sampled}
-        return tuple(temperature for temperature, one in measured.items() if one is None)
-
     def knows(self, version: int, name: str, temperature: float) -> bool:
         """Return whether an evaluation of `version` is done: that of a further set, or without name the primary one."""
         found = self.evaluations.get(version, VersionAnswers())
-        return name in found.sets if name else temperature not in self.unevaluated(version)
+        if name:
+            return name in found.sets
+        return (found.greedy if temperature == GREEDY else found.sampled) is not None
 
     # Asked by metrics and summary
 

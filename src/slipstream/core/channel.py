@@ -20,27 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.core.addresses import AddressBook, LocalAddresses
-from slipstream.core.channel_spec import ROUTES, ChannelSpec, Kind, Route, executor_of
+from slipstream.core.channel_spec import ROUTES, ChannelSpec, Kind, executor_of
 from slipstream.core.clock import WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError
 from slipstream.core.lease import Lease
 from slipstream.core.links import poll
 from slipstream.core.ports import Inbox, Outbox, Turn
 from slipstream.core.scratch import FOLDER_PREFIX, socket_directory
-
-__all__ = [
-    "ROUTES",
-    "ChannelSpec",
-    "Inbox",
-    "Kind",
-    "Outbox",
-    "Ports",
-    "connect",
-    "connect_by_book",
-    "connect_local",
-    "make_transport_dir",
-    "wait",
-]
 
 _CLOCK = WallClock()
 
@@ -117,24 +103,16 @@ class Ports:
             inbox.close()
 
 
-def connect(
-    specs: Sequence[ChannelSpec],
-    executor: str,
-    transport_dir: Path,
-    incarnation: int,
-    routes: Mapping[str, Route] = ROUTES,
-) -> Ports:
+def connect(specs: Sequence[ChannelSpec], executor: str, transport_dir: Path, incarnation: int) -> Ports:
     """Return the ports of an executor that has this process to itself; the other executors are on this machine."""
     book = LocalAddresses(specs, transport_dir)
-    return connect_by_book(specs, [executor], book, incarnation, routes=routes)[executor]
+    return connect_by_book(specs, [executor], book, incarnation)[executor]
 
 
-def connect_local(
-    specs: Sequence[ChannelSpec], *, is_threaded: bool = False, routes: Mapping[str, Route] = ROUTES
-) -> dict[str, Ports]:
+def connect_local(specs: Sequence[ChannelSpec], *, is_threaded: bool = False) -> dict[str, Ports]:
     """Return the ports of every executor of `specs`, all in this process."""
     hosted = {executor_of(port) for spec in specs for port in (spec.source, spec.target)}
-    return connect_by_book(specs, hosted, LocalAddresses(specs, None), 0, is_threaded=is_threaded, routes=routes)
+    return connect_by_book(specs, hosted, LocalAddresses(specs, None), 0, is_threaded=is_threaded)
 
 
 def connect_by_book(
@@ -144,7 +122,6 @@ def connect_by_book(
     incarnation: int,
     *,
     is_threaded: bool = False,
-    routes: Mapping[str, Route] = ROUTES,
 ) -> dict[str, Ports]:
     """Return the ports of the executors `hosted` by this process; the others listen where `book` says.
 
@@ -154,7 +131,7 @@ def connect_by_book(
     this process run in threads, so a full local channel can be waited for; else it is a ChannelTimeout at once.
     """
     fan_outs, fan_ins = _by(specs, lambda spec: spec.source), _by(specs, lambda spec: spec.target)
-    _check(specs, fan_outs, routes)
+    _check(specs, fan_outs)
     inboxes: dict[str, Inbox] = {}
     outboxes: dict[str, Outbox] = {}
     turns = {executor: Turn() for executor in hosted}
@@ -169,7 +146,7 @@ def connect_by_book(
             book.announce(executor, incarnation, bound)
         for port, fan_out in fan_outs.items():
             if executor_of(port) in hosted:
-                route = routes[fan_out[0].route] if fan_out[0].kind is Kind.SCATTER else None
+                route = ROUTES[fan_out[0].route] if fan_out[0].kind is Kind.SCATTER else None
                 outboxes[port] = Outbox(
                     port,
                     fan_out,
@@ -253,9 +230,7 @@ def _by(specs: Sequence[ChannelSpec], key: Callable[[ChannelSpec], str]) -> dict
     return groups
 
 
-def _check(
-    specs: Sequence[ChannelSpec], fan_outs: Mapping[str, list[ChannelSpec]], routes: Mapping[str, Route]
-) -> None:
+def _check(specs: Sequence[ChannelSpec], fan_outs: Mapping[str, list[ChannelSpec]]) -> None:
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         raise ChannelError("two channels have the same name", got=sorted({n for n in names if names.count(n) > 1}))
@@ -265,5 +240,5 @@ def _check(
             what = f"the channels from '{port}' do not fit together"
             allowed = "one kind and route per port; GATHER has one target"
             raise ChannelError(what, got=", ".join(f"{spec.name}: {spec.kind}" for spec in fan_out), allowed=allowed)
-        if fan_out[0].kind is Kind.SCATTER and fan_out[0].route not in routes:
-            raise ChannelError.unknown(f"unknown route '{fan_out[0].route}'", fan_out[0].route, routes)
+        if fan_out[0].kind is Kind.SCATTER and fan_out[0].route not in ROUTES:
+            raise ChannelError.unknown(f"unknown route '{fan_out[0].route}'", fan_out[0].route, ROUTES)

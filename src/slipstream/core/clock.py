@@ -35,7 +35,7 @@ def wall_minus_clock_s() -> float:
 
 
 class VirtualClock:
-    """A clock that moves only by `advance`, for tests and the simulator."""
+    """A clock that moves only by `advance`, for tests."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

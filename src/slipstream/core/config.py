@@ -107,8 +107,9 @@ class RunConfig(Section):
     )
     max_restarts: NonNegative = Field(
         3,
-        description="How often each executor is started again when its process is lost: generators and rewards alone, "
-        "while the run goes on; trainer, reference and reward models with the whole run, from the last checkpoint. "
+        description="How often each executor is started again when its process is lost: generators, "
+        "environments and rewards alone, while the run goes on; trainer, critic, reference, teacher and reward models "
+        "with the whole run, from the last checkpoint. "
         "Of a group on another machine its agent is told (`slipstream launch --group`).",
     )
     stages: list[Stage] = Field(
@@ -160,11 +161,6 @@ class RunConfig(Section):
         """Return the checkpoint that the policy comes from, before all stages that train it; None: a fresh model."""
         path = self.dpo.path if stage_of(self.model.path) == "dpo" else self.model.path
         return self.sft.path if stage_of(path) == "sft" else path
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the first model of the run is a new one, of [model]'s shape."""
-        return self.first_checkpoint is None
 
     @property
     def computes_on_gpu(self) -> bool:
@@ -347,7 +343,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
         self._check_schedule()
-        if self.is_fresh:
+        if self.first_checkpoint is None:
             self.check_lengths(
                 self.model.max_positions,
                 of="model.max_positions",

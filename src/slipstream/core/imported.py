@@ -50,6 +50,11 @@ _SCHEDULES = {
     "polynomial": "linear",
 }
 """The nearest schedule to each of transformers'; the last ones differ from it."""
+_SUMMED = (
+    "weighs as many times more as a completion has tokens: GSPO sums it over each completion, TRL takes the mean over "
+    'tokens. The loss "aipo" with level = "geometric", max_ratio = inf and these epsilons has GSPO\'s gradient with '
+    'loss.reduction = "sequence", and a mean'
+)
 _YOURS = {"trainer.recompute", "eval.num_slots", "eval.keep_best", "eval.metric", "seed", "deadline_s", "kl.sync_every"}
 """Fields that are left to the user where TRL's counterpart is given."""
 _LAYERS = ["q_proj", "v_proj"]
@@ -505,6 +510,10 @@ class _Conversion:
             self.put("kl.place", "loss")
             self.put("kl.estimator", "k3")
             self.put("kl.corrected", bool(self.value("use_bias_correction_kl")))
+        if self.fields["loss.name"] == "gspo":
+            for name in ("beta", "entropy_coef"):
+                if self.value(name):
+                    self.note("differs", name, _SUMMED)
 
     def _advantages(self) -> None:
         scale = {True: "group", False: "none"}.get(self.value("scale_rewards"), self.value("scale_rewards"))
@@ -577,7 +586,7 @@ class _Conversion:
             shards = (
                 f"one device now; trainer.ranks = {self.world} shards the trainer (FSDP2)"
                 if self.world > 1
-                else ("one device, as --world says; trainer.ranks shards the trainer (FSDP2)")
+                else "one device, as --world says; trainer.ranks shards the trainer (FSDP2)"
             )
             more = f"{', '.join(spread)}: {shards}, beside generator.replicas: `slipstream plan`"
             self.note("set", "trainer.ranks", more)

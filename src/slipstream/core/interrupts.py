@@ -34,15 +34,11 @@ ENDING_S = 5.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends the program; `exit_code` is that of shells: 130, 143, 129."""
+    """A signal ends the program: its `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
 
 
 def end_at_any_signal() -> None:

@@ -92,10 +92,10 @@ class JsonlWriter:
         self._checked_s = time.monotonic()
 
 
-def cut_torn_tail(path: Path) -> int:
-    """Truncate `path` after its last newline; returns the number of bytes cut. A missing file is fine."""
+def cut_torn_tail(path: Path) -> None:
+    """Truncate `path` after its last newline. A missing file is fine."""
     if not path.exists():
-        return 0
+        return
     size = path.stat().st_size
     with path.open("r+b") as file:
         keep, chunk = size, 1 << 16
@@ -109,7 +109,6 @@ def cut_torn_tail(path: Path) -> int:
             keep = start
         if keep < size:
             file.truncate(keep)
-    return size - keep
 
 
 Decode = Callable[[bytes], T]

@@ -177,14 +177,13 @@ class PeerLost(Message):
 
 
 class Failed(Message):
-    """The executor cannot go on; `traceback` is for the log, `error` for the user.
+    """The executor cannot go on: its `error`, for the user. Its log has the traceback.
 
     `may_follow`: it may be the consequence of another process's end, which is then to be told instead.
     """
 
     executor: str
     error: str
-    traceback: str
     may_follow: bool = False
 
 

@@ -84,7 +84,7 @@ def shown(value: object) -> str:
     try:
         return repr(value)
     except ValueError:  # sys.set_int_max_str_digits
-        return f"a value with an integer of more than {4300:,} digits"
+        return "a value with an integer of more than 4,300 digits"
     except RecursionError:
         return "a value that is nested too deep to be shown"
 
@@ -92,6 +92,11 @@ def shown(value: object) -> str:
 def shortened(text: str, limit: int) -> str:
     """Return `text`, cut to `limit` characters and with their number in all where it is longer."""
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text):,} characters)"
+
+
+def plural(count: int, word: str) -> str:
+    """1 and "step" as "1 step", 2000 as "2,000 steps"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def flat(tables: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:

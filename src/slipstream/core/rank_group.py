@@ -90,10 +90,10 @@ class RankGroup:
 
         sizes = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64)
         expected = torch.empty_like(sizes)
-        self._run(dist.all_to_all_single, expected, sizes)
+        self.run(dist.all_to_all_single, expected, sizes)
         sent = torch.frombuffer(bytearray(b"".join(payloads)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
         arrived = torch.empty(int(expected.sum()), dtype=torch.uint8)
-        self._run(dist.all_to_all_single, arrived, sent, expected.tolist(), sizes.tolist())
+        self.run(dist.all_to_all_single, arrived, sent, expected.tolist(), sizes.tolist())
         content, ends = arrived.numpy().tobytes(), expected.cumsum(0).tolist()
         return [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -105,13 +105,21 @@ class RankGroup:
         import torch.distributed as dist
 
         size = torch.tensor([len(payload)], dtype=torch.int64)
-        self._run(dist.broadcast, size, group_src=source)
+        self.run(dist.broadcast, size, group_src=source)
         content = torch.zeros(int(size), dtype=torch.uint8)
         if self.rank == source and payload:
             content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         if len(content):
-            self._run(dist.broadcast, content, group_src=source)
+            self.run(dist.broadcast, content, group_src=source)
         return content.numpy().tobytes()
+
+    def run(self, collective: Any, *args: Any, **options: Any) -> None:
+        """Call `collective` with this `group`. Raises RankError where it fails: another rank is lost."""
+        assert self.pg is not None, "these ranks were described without a process group"
+        try:
+            collective(*args, group=self.pg, **options)
+        except RuntimeError as error:
+            raise lost_rank(self.pg, error) from error
 
     def split(self, *sizes: int, timeout_s: float = 120.0) -> tuple[RankGroup, ...]:
         """Return this rank's data-parallel group, and behind it its group along each of the axes of `sizes`.
@@ -150,7 +158,7 @@ class RankGroup:
         import torch.distributed as dist
 
         reduced = values.detach().clone().contiguous()
-        self._run(dist.all_reduce, reduced, getattr(dist.ReduceOp, operation))
+        self.run(dist.all_reduce, reduced, getattr(dist.ReduceOp, operation))
         return reduced
 
     def _run_gather(self, values: Tensor) -> list[Tensor]:
@@ -158,15 +166,8 @@ class RankGroup:
         import torch.distributed as dist
 
         parts = [torch.empty_like(values) for _ in range(self.world)]
-        self._run(dist.all_gather, parts, values)
+        self.run(dist.all_gather, parts, values)
         return parts
-
-    def _run(self, collective: Any, *args: Any, **options: Any) -> None:
-        assert self.pg is not None
-        try:
-            collective(*args, group=self.pg, **options)
-        except RuntimeError as error:
-            raise lost_rank(self.pg, error) from error
 
 
 def lost_rank(group: dist.ProcessGroup, error: RuntimeError) -> RankError:

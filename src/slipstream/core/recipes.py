@@ -483,7 +483,12 @@ def _find(name_or_path: str | Path) -> Path:
 
 def with_preset(preset: str | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested `overrides` with what `preset` means. ConfigError where the two contradict each other."""
-    chosen = _preset(preset)
+    if preset is None:
+        return dict(overrides)
+    if preset not in PRESETS:
+        hint = sentence_of_value("preset", preset) or did_you_mean(preset, PRESETS)
+        raise ConfigError(f"unknown preset '{preset}'", allowed=", ".join(PRESETS), hint=hint)
+    chosen = PRESETS[preset]
     for name, value in chosen.items():
         if name in overrides and overrides[name] != value:
             raise ConfigError(
@@ -493,15 +498,6 @@ def with_preset(preset: str | None, overrides: Mapping[str, Any]) -> dict[str, A
                 hint=f"drop the preset, or drop the override of {name}",
             )
     return merge(chosen, overrides)
-
-
-def _preset(name: str | None) -> dict[str, Any]:
-    if name is None:
-        return {}
-    if name not in PRESETS:
-        hint = sentence_of_value("preset", name) or did_you_mean(name, PRESETS)
-        raise ConfigError(f"unknown preset '{name}'", allowed=", ".join(PRESETS), hint=hint)
-    return PRESETS[name]
 
 
 def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:

@@ -729,11 +729,14 @@ class RewardsConfig(Section):
         functions = names_of([term.function for term in self.terms])
         return [*functions, *(judge.name for judge in self.judges), *(model.name for model in self.models)]
 
-    def check_terms(self, samples_per_group: int) -> None:
-        """Raise ConfigError for terms that give RL no reward, or more rewards than a worker's answer can have."""
+    def check_sum(self, section: str) -> None:
+        """Raise ConfigError for constraints alone in [`section`]: without another term there is no sum."""
         if self.weighted and all(term.at_least is not None for term in self.weighted):
-            got = "rewards.terms and rewards.models that all have at_least"
+            got = f"{section}.terms and {section}.models that all have at_least"
             raise ConfigError("constraints alone are no reward", got=got, allowed="one term without it")
+
+    def check_terms(self, samples_per_group: int) -> None:
+        """Raise ConfigError for terms that give more rewards than a worker's answer can have."""
         num_scores = samples_per_group * sum(term.per == "group" for term in self.terms)
         if num_scores > MAX_GROUP_SCORES:
             raise ConfigError(

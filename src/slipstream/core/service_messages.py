@@ -183,11 +183,15 @@ class EvalScored(Message):
 
 
 class CheckpointSaved(Message):
+    """The checkpoint of `step` is whole, on disk, at `path`."""
+
     step: int
     path: str
 
 
 class Exported(Message):
+    """The model lies at `path`."""
+
     path: str
 
 

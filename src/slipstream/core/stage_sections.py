@@ -279,8 +279,9 @@ class EvalConfig(Section):
     )
     metric: Literal["accuracy", "reward"] | None = Field(
         None,
-        description="What `stop_at`, `patience` and `keep_best` go by, of the greedy answers: the higher the better. "
-        "null: accuracy where there is a measure, else the mean reward.",
+        description="What `stop_at`, `patience` and `keep_best` go by, of the greedy answers, or those of the first of "
+        "`sets` at its temperature: the higher the better. null: accuracy where there is a measure, else the mean "
+        "reward.",
     )
     stop_at: Number | None = Field(
         None, description="The run ends when an evaluation reaches this: as if its present step were its last."

@@ -125,7 +125,11 @@ class LossConfig(Section):
 class KLConfig(Section):
     """The penalty for leaving the reference policy, which is kept beside the trainer or in an executor of its own."""
 
-    coef: NonNegativeFloat = Field(0.0, description="Weight of the KL divergence, per nat; 0: no reference is kept.")
+    coef: NonNegativeFloat = Field(
+        0.0,
+        description="Weight of the KL divergence, per nat; 0: no penalty, and no reference is kept unless the loss "
+        "reads one (online_dpo, online_ipo).",
+    )
     place: Literal["reward", "loss"] = Field(
         "reward",
         description="Taken off the reward (PPO, RLOO: behaviour policy against reference) or added to the loss.",
@@ -409,7 +413,8 @@ class TrainerConfig(Section):
     checkpoint_every: NonNegative = Field(
         50,
         description="Steps between checkpoints of 12 bytes per parameter: what a lost trainer, a full disk or a kill "
-        "costs at most. 0 saves at the end and on Ctrl-C only.",
+        "costs at most. 0 saves only when the run ends or is told to: its last step, an early end, a signal, a "
+        "callback that fails.",
     )
     keep_checkpoints: Positive = Field(2, description="Checkpoints kept on disk.")
 

@@ -154,7 +154,7 @@ class WeightsPacker(Protocol):
 
 
 class FlatWeights(Protocol):
-    """Weights in one tensor that can be exchanged (`models.served.ServedWeights`, `models.flat.FlatParameters`)."""
+    """Weights in one tensor that can be exchanged (`models.served.ServedWeights`, `generator.vllm.weights`)."""
 
     flat: torch.Tensor
     """The live version. A tensor like it, or itself (`reads_flat`), holds the next; the two change places."""

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable
 from functools import cache
 from threading import Lock
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from slipstream.core import peer_messages, service_messages, turn_messages, type
 from slipstream.core.errors import ChannelError
 from slipstream.core.types import Message
 
+MessageT = TypeVar("MessageT", bound=Message)
 MessageTypes = tuple[type[Message], ...]
 
 MODULES = tuple(m.__name__ for m in (types, unfinished_messages, turn_messages, service_messages, peer_messages))
@@ -56,6 +57,13 @@ def decode(data: bytes | memoryview, messages: MessageTypes = MESSAGES) -> Messa
         message: Message = _decoder(messages).decode(data)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ChannelError("a malformed message arrived", got=error) from error
+    return message
+
+
+def decode_one(data: bytes | memoryview, kind: type[MessageT]) -> MessageT:
+    """Return the message of type `kind` in `data`. Raises ChannelError."""
+    message = decode(data, (kind,))
+    assert isinstance(message, kind)
     return message
 
 

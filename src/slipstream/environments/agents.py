@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.environments.asks import Ask, Refused, Tell, TurnReply
+from slipstream.environments.asks import Ask, Refused, Tell, TurnReply, looked_at
 from slipstream.environments.protocol import EnvironmentFault, called
 
 MAX_LINE_BYTES = 1 << 20
@@ -202,7 +202,7 @@ class LineAgent(Agent):
             return self._line
         if self._starting is None or self._starting.done():
             self._starting = asyncio.get_running_loop().create_task(self._begun())
-            self._starting.add_done_callback(_looked_at)
+            self._starting.add_done_callback(looked_at)
         return await asyncio.shield(self._starting)
 
     async def _begun(self) -> _Line:
@@ -419,12 +419,6 @@ async def _tell_all(stream: asyncio.StreamWriter, data: bytes) -> None:
         stream.write(data)
         await stream.drain()
         stream.close()
-
-
-def _looked_at(task: asyncio.Task[Any]) -> None:
-    """Take a task's error, which asyncio would write to the log otherwise."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _parsed(raw: bytes) -> Any:

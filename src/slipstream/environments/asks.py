@@ -8,6 +8,7 @@ OpenAI's names; an endpoint knows neither.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -100,7 +101,14 @@ class Endpoint(Protocol):
 
 
 MAX_TOOLS = 128
+"""Most tools of a request, and most calls of a message."""
 _ROLES = ("system", "user", "assistant", "tool")
+
+
+def looked_at(task: asyncio.Future[Any]) -> None:
+    """Take a task's error, which asyncio would write to the log otherwise."""
+    if not task.cancelled():
+        task.exception()
 
 
 def plain(ask: Ask) -> Ask:

@@ -1,7 +1,7 @@
 """The open episodes, as a pure state machine: turns and answers in, calls of environments and observations out.
 
     opening            turn 1            turn 2
-    generator -> Open  Said -> Observation -> turn -> Take  Said -> Observation -> ...  -> Finish  Ended -> record
+    generator -> Open  Said -> Observation -> turn -> Take  Said -> Observation -> ...  -> Finish  LastWord -> record
 
 An episode is one sample of a group. Whatever its environment does, raise, hang, die or talk nonsense, costs that
 episode: it begins again from its reset, at most `max_restarts` times, and is a failed completion then. A replica that

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slipstream.core.errors import ConfigError, clip
-from slipstream.environments.protocol import MAX_PLAIN_NAME, ChatMessage
+from slipstream.environments.protocol import MAX_MESSAGES, MAX_PLAIN_NAME, ROLES, ChatMessage
 from slipstream.models.tokenizer import SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
 
-ROLES = ("system", "user", "tool")  # of what an environment says
-MAX_MESSAGES = 64  # of one observation
 MAX_CHAT_MESSAGES = 4096  # of a chat that an agent has made up
 MAX_CHARACTERS = 1_000_000  # of one observation or chat, far above what a model reads
 FIELDS = {"content": "c", "name": "n", "tool_call_id": "i"}

@@ -31,8 +31,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from slipstream.environments.asks import Ask, Endpoint, Refused, TurnReply
-from slipstream.environments.openai_api import CHAT, TEXT, Dialect, response_form
+from slipstream.environments.asks import Ask, Endpoint, Refused, TurnReply, looked_at
+from slipstream.environments.openai_api import CHAT, TEXT, Dialect, no_constant, response_form
 from slipstream.environments.openai_replies import ResponseForm, Stamp, error_body, model_entry
 
 CANCEL_LIMIT_S = 1.0
@@ -268,7 +268,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 def _parsed(body: bytes) -> Mapping[str, Any]:
     try:
-        value = json.loads(body.decode(), parse_constant=_no_number)
+        value = json.loads(body.decode(), parse_constant=no_constant)
     except RecursionError as error:
         raise Refused("the body is nested too deep", code="invalid_json") from error
     except ValueError as error:
@@ -276,10 +276,6 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise Refused("the body is a JSON object", code="invalid_json")
     return value
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
 
 
 async def _gone(request: Request) -> None:
@@ -292,14 +288,8 @@ async def _ended(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait for their ends, within CANCEL_LIMIT_S."""
     for task in tasks:
         task.cancel()
-        task.add_done_callback(_looked_at)
+        task.add_done_callback(looked_at)
     await asyncio.wait(tasks, timeout=CANCEL_LIMIT_S)
-
-
-def _looked_at(task: asyncio.Future[Any]) -> None:
-    """Take a task's error, which asyncio would write to the log otherwise."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _text(value: Any) -> str:

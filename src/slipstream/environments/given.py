@@ -17,8 +17,7 @@ from slipstream.core.recipes import resolve
 from slipstream.core.user_code import FROM_PYTHON
 from slipstream.environments.agents import AgentMaker
 from slipstream.environments.checks import Given, Maker
-from slipstream.environments.protocol import Environment
-from slipstream.environments.sources import agent_of
+from slipstream.environments.sources import agent_of, check_methods
 from slipstream.environments.tools import FunctionTools, by_name
 from slipstream.environments.trl import CHOICE, FactoryEnvironment
 
@@ -161,18 +160,7 @@ def _checked(one: Any, where: str) -> Maker:
             hint="every episode has an object of its own: give the class" if hasattr(one, "step") else None,
         )
     if inspect.isclass(one):
-        abstract = inspect.getattr_static(Environment, "step")
-        lacks = [
-            name
-            for name in ("reset", "step")
-            if not callable(method := inspect.getattr_static(one, name, None)) or method is abstract
-        ]
-        if lacks:
-            raise ConfigError(
-                f"{where} '{one.__name__}' has no method '{lacks[0]}'",
-                allowed="reset(self, **columns) -> messages or None, step(self, message) -> Step",
-                hint="a class whose methods are tools is environment_factory=" if lacks == ["step"] else None,
-            )
+        check_methods(one, f"{where} '{one.__name__}'")
     made: Maker = one
     return made
 

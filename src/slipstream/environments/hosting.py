@@ -3,8 +3,8 @@
 A host holds many episodes, each with an environment of its own. An episode has one call at a time. Each call has one
 answer: `Spoke` or `Closed`, or `Faulted`, after which the host has forgotten the episode.
 
-An agent has one call from `OpenEpisode` to its end, `Closed` or `Faulted`. Meanwhile it asks for turns, `Asked`, any
-number at a time, each of which is answered by a `Replied`.
+An agent has one call from `OpenEpisode` to its end, `Closed` or `Faulted`. Meanwhile it asks for turns, `AskedTurn`,
+any number at a time, each of which is answered by a `Replied`.
 """
 
 from __future__ import annotations

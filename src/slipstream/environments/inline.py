@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import queue
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.mailbox import Mailbox
 from slipstream.core.user_code import MAX_ERROR_CHARS, describe
 from slipstream.environments.agents import AgentMaker
 from slipstream.environments.host import EpisodeHost
@@ -99,7 +99,7 @@ class InlinePool(EpisodePool):
 
 
 class _Thread:
-    """The pool's end of a host in a thread of this process: messages in by the loop, out by a queue and a pipe."""
+    """The pool's end of a host in a thread of this process: messages in by the loop, out by a mailbox."""
 
     def __init__(
         self, makers: Sequence[Callable[[], Any]], step_limit_s: float, max_chars: int, request_limit_s: float
@@ -107,19 +107,15 @@ class _Thread:
         self.failure: str | None = None
         self.has_unsent = False
         self._decoder = msgspec.msgpack.Decoder(FromHost, strict=True)
-        self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._is_closing = False
+        self._said: Mailbox[bytes] = Mailbox()
         self._loop = asyncio.new_event_loop()
         self._request_limit_s = request_limit_s
         self._closing = asyncio.Event()
-        self._host = EpisodeHost(makers, self._deliver, step_limit_s=step_limit_s, max_chars=max_chars)
+        self._host = EpisodeHost(makers, self._said.put, step_limit_s=step_limit_s, max_chars=max_chars)
         self._thread = start_thread(self._serve, name="environments")
 
     def fileno(self) -> int:
-        return self._wake_read
+        return self._said.fileno()
 
     def send(self, messages: Sequence[ToHost]) -> None:
         for message in messages:
@@ -129,32 +125,16 @@ class _Thread:
         """Do nothing: what is sent has arrived."""
 
     def receive(self) -> list[FromHost]:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_read, 4096):
-                continue
-        messages: list[FromHost] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                messages.append(self._decoder.decode(self._said.get_nowait()))
-        return messages
+        return [self._decoder.decode(body) for body in self._said.take()]
 
     def forget(self, episode: int) -> None:
         self._loop.call_soon_threadsafe(self._host.forget, episode)
 
     def close(self) -> None:
         """End the loop, if it lets itself be ended; its threads end when their calls return."""
-        self._is_closing = True
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_JOIN_S)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-
-    def _deliver(self, body: bytes) -> None:
-        if self._is_closing:
-            return
-        self._said.put(body)
-        with contextlib.suppress(BlockingIOError):  # enough wake-ups are waiting
-            os.write(self._wake_write, b"\0")
+        self._said.close()
 
     async def _started(self) -> WorkerReady | SetupFailed:
         """Return the first word to the pool: whether all is there that agents need."""
@@ -169,7 +149,7 @@ class _Thread:
 
     async def _main(self) -> None:
         """Waits for `close` while episodes run beside it. Ends when: all that was open then is closed."""
-        self._deliver(msgspec.msgpack.encode(await self._started()))
+        self._said.put(msgspec.msgpack.encode(await self._started()))
         await self._closing.wait()
         await self._host.close()
 

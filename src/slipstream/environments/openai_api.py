@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.plain import MAX_INT64, shortened, shown, wrong_with
-from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
+from slipstream.environments.asks import MAX_TOOLS, Ask, Refused, SamplingWishes, TurnReply
 from slipstream.environments.openai_replies import (
     Json,
     ResponseForm,
     Stamp,
     chat_chunks,
     chat_completion,
-    chat_message,
     chat_piece,
     text_chunks,
     text_completion,
@@ -30,8 +29,6 @@ from slipstream.environments.protocol import ChatMessage, cut, named_plainly
 Body = Mapping[str, Any]
 
 MAX_MESSAGES = 4_096
-MAX_TOOLS = 128
-MAX_CALLS = 128
 MAX_STOPS, MAX_STOP_CHARS = 16, 4096
 MAX_NAME_CHARS = 256
 MAX_TOP_LOGPROBS = 20
@@ -225,8 +222,8 @@ def _part(part: Any) -> str:
 def _calls(value: Any) -> list[Json]:
     if value is None:
         return []
-    if not isinstance(value, list) or len(value) > MAX_CALLS:
-        raise Refused(f"'tool_calls' of a message is a list of at most {MAX_CALLS} calls")
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise Refused(f"'tool_calls' of a message is a list of at most {MAX_TOOLS} calls")
     return [_call(call) for call in value]
 
 
@@ -246,13 +243,14 @@ def _arguments(value: Any) -> Json | str:
     if not isinstance(value, str):
         raise Refused(f"'arguments' of a call are a text, which is a JSON object, not {_brief(value)}")
     try:
-        found = json.loads(value, parse_constant=_no_constant)
+        found = json.loads(value, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return _whole(value)
     return found if isinstance(found, dict) and _wrong(found) is None else _whole(value)
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """Refuse NaN and the infinities, which Python's JSON reads."""
     raise ValueError(f"{name} is no number in JSON")
 
 
@@ -297,11 +295,6 @@ def response_form(body: Body) -> ResponseForm:
         has_logprobs=logprobs,
         has_token_ids=_flag(body, "return_token_ids"),
     )
-
-
-def as_returned(message: ChatMessage) -> ChatMessage:
-    """Return a turn's message as an ask will have it, when a client sends it back unchanged."""
-    return _message(chat_message(message))
 
 
 @dataclass(frozen=True)

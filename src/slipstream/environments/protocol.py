@@ -292,28 +292,6 @@ def taken_by(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in columns.items() if name in names}
 
 
-async def begin(environment: Any, columns: Mapping[str, Any], *, max_chars: int = MAX_CHARS) -> list[ChatMessage]:
-    """Reset an environment; return what it says before the first turn. Raises what it raises, and EnvironmentFault."""
-    said = await settled(environment.reset(**taken_by(environment.reset, columns)))
-    return as_messages(said, max_chars=max_chars)
-
-
-async def answer(environment: Any, message: ChatMessage, *, max_chars: int = MAX_CHARS) -> Step:
-    """Return an environment's answer to a turn. Raises what it raises, and EnvironmentFault."""
-    return as_step(await settled(environment.step(message)), max_chars=max_chars)
-
-
-async def last_reward(environment: Any) -> float | None:
-    """Return an environment's reward for the whole episode. Raises what it raises, and EnvironmentFault."""
-    return as_reward(await settled(environment.final_reward())) if hasattr(environment, "final_reward") else None
-
-
-async def end(environment: Any) -> None:
-    """Close an environment, if it can be closed."""
-    if hasattr(environment, "close"):
-        await settled(environment.close())
-
-
 @dataclass(frozen=True)
 class Played:
     """An episode that `play` has played: all messages, its reward, and whether the environment ended it."""
@@ -338,7 +316,7 @@ async def play(
     end. Ends when: the environment is done, after `max_turns`, or with the first error.
     """
     try:
-        opening = await begin(environment, columns or {})
+        opening = as_messages(await settled(environment.reset(**taken_by(environment.reset, columns or {}))))
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         messages = with_opening(given, opening, extends_prompt=extends_prompt(environment))
         rewards: list[float | None] = []
@@ -346,13 +324,15 @@ async def play(
         while not is_done and len(rewards) < max_turns:
             turn = await settled(policy(list(messages)))
             message = {"role": "assistant", "content": turn} if isinstance(turn, str) else dict(turn)
-            step = await answer(environment, message)
+            step = as_step(await settled(environment.step(message)))
             messages += [message, *step.messages]
             rewards.append(step.reward)
             is_done = step.done
-        return Played(messages, episode_reward(rewards, await last_reward(environment)), len(rewards), is_done)
+        final = as_reward(await settled(environment.final_reward())) if hasattr(environment, "final_reward") else None
+        return Played(messages, episode_reward(rewards, final), len(rewards), is_done)
     finally:
-        await end(environment)
+        if hasattr(environment, "close"):
+            await settled(environment.close())
 
 
 def _check_fields(value: Mapping[Any, Any], allowed: Sequence[str], what: str) -> None:

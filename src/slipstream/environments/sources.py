@@ -2,7 +2,6 @@
 
     class     a class with `reset` and `step` (`protocol.py`), made with `params`
     tools     functions, each by its path (`tools.py`)
-    factory   a class or function that makes a TRL environment with `params` (`trl.py`), and functions beside it
     agent     a function that asks for its turns by itself (`agents.py`)
     program   the words of a command: a program that does so, started for each episode
     lines     the same, started once for all episodes
@@ -22,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,7 +32,7 @@ from slipstream.environments.protocol import Environment, tool_schemas
 from slipstream.environments.tools import FunctionTools, tool_of
 from slipstream.environments.trl import FactoryEnvironment
 
-Kind = Literal["class", "tools", "factory", "agent", "program", "lines"]
+Kind = Literal["class", "tools", "agent", "program", "lines"]
 AGENTS = ("agent", "program", "lines")
 """Kinds that ask for turns by themselves: a function, a program for each episode, one program for all of them."""
 MakeEnvironment = Callable[[], Any]
@@ -44,6 +43,7 @@ SHIPPED = {
     "calculator": "slipstream.environments.calculator:Calculator",
 }
 METHODS = ("reset", "step")
+_NAMED = {"class": ("environment", "class"), "tools": ("tool", "function"), "agent": ("agent", "function")}
 _FORMS = "'path/to/file.py:name' or 'package.module:name'"
 
 
@@ -73,7 +73,7 @@ class EnvironmentSource(msgspec.Struct, frozen=True):
 
 
 def make_source(
-    kind: str,
+    kind: Kind,
     path: str = "",
     *,
     tools: Sequence[str] = (),
@@ -82,42 +82,24 @@ def make_source(
 ) -> EnvironmentSource:
     """Return a checked source, with absolute paths and the texts of its files; nothing is imported.
 
-    ConfigError for a kind or a path of another form, and for a file, module or name that there is not. What the text
-    does not show is left to `load`.
+    ConfigError for a path of another form, and for a file, module or name that there is not. What the text does not
+    show is left to `load`.
     """
-    if kind not in get_args(Kind):
-        raise ConfigError.unknown(f"unknown kind of environment '{kind}'", kind, get_args(Kind))
     if kind in ("program", "lines"):
         words = _checked_command(command)
         scripts = {word: Path(word).read_text("utf-8", "replace") for word in words if word.endswith(".py")}
-        return EnvironmentSource(kind="program" if kind == "program" else "lines", command=words, texts=scripts)
-    _check_parts(kind, path, tools, params)
+        return EnvironmentSource(kind=kind, command=words, texts=scripts)
+    if kind == "agent" and path in SHIPPED:
+        raise ConfigError(f"'{path}' is no agent", allowed=f"class = '...' for {', '.join(SHIPPED)}")
     texts: dict[str, str] = {}
-    path = _checked(SHIPPED.get(path, path), kind, texts) if path else ""
+    path = "" if kind == "tools" else _checked(SHIPPED.get(path, path), kind, texts)
     functions = tuple(_checked(tool, "tools", texts) for tool in tools)
-    fields = {"kind": kind, "path": path, "tools": functions, "params": dict(params or {}), "texts": texts}
-    return msgspec.convert(fields, EnvironmentSource)
+    return EnvironmentSource(kind=kind, path=path, tools=functions, params=dict(params or {}), texts=texts)
 
 
-def _check_parts(kind: str, path: str, tools: Sequence[str], params: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for parts that environments of this kind do not have, or lack."""
-    if kind == "tools" and (path or params or not tools):
-        what = "an environment of kind 'tools' has functions, and nothing else"
-        got = f"path = {path!r}, tools = {list(tools)}, params = {dict(params or {})}"
-        raise ConfigError(what, got=got, allowed="tools = ['file.py:function', ...]")
-    if kind != "tools" and not path:
-        raise ConfigError(f"an environment of kind '{kind}' has a path", allowed=f"{_FORMS}, or {', '.join(SHIPPED)}")
-    if kind in ("class", "agent") and tools:
-        hint = "kind = 'factory' is a TRL environment, kind = 'tools' are functions alone"
-        raise ConfigError(f"an environment of kind '{kind}' has no tools beside it", got=list(tools), hint=hint)
-    if kind in ("factory", "agent") and path in SHIPPED:
-        what = f"'{path}' is no {'agent' if kind == 'agent' else 'TRL environment'}"
-        raise ConfigError(what, allowed=f"kind = 'class' for {', '.join(SHIPPED)}")
-
-
-def _checked(path: str, kind: str, texts: dict[str, str]) -> str:
+def _checked(path: str, kind: Kind, texts: dict[str, str]) -> str:
     """Return `path` with an absolute file, whose text is added to `texts`. ConfigError as `make_source`."""
-    what, noun = _what(kind)
+    what, noun = _NAMED[kind]
     location, _, name = path.rpartition(":")
     if not location or not name:
         raise ConfigError(
@@ -181,13 +163,20 @@ def _check_text_of_class(node: ast.ClassDef, path: str) -> None:
         return
     bound = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
     if all(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Expr | ast.AnnAssign) for one in node.body):
-        _check_lacks([name for name in METHODS if name not in bound], path)
+        _check_lacks([name for name in METHODS if name not in bound], f"environment '{path}'")
 
 
-def _check_lacks(lacks: Sequence[str], path: str) -> None:
+def check_methods(made: type, what: str) -> None:
+    """Raise ConfigError for a class without `reset` or `step`; the abstract one of `Environment` does not count."""
+    abstract = inspect.getattr_static(Environment, "step")
+    found = {name: inspect.getattr_static(made, name, None) for name in METHODS}
+    _check_lacks([name for name, method in found.items() if not callable(method) or method is abstract], what)
+
+
+def _check_lacks(lacks: Sequence[str], what: str) -> None:
     if lacks:
         raise ConfigError(
-            f"environment '{path}' has no method '{lacks[0]}'",
+            f"{what} has no method '{lacks[0]}'",
             allowed="reset(self, **columns) -> messages or None, step(self, message) -> Step",
             hint="a class whose methods are tools is environment_factory= of slipstream.run"
             if lacks == ["step"]
@@ -202,33 +191,23 @@ def _is_file(location: str) -> bool:
         return False
 
 
-def _what(kind: str) -> tuple[str, str]:
-    named = {"class": ("environment", "class"), "tools": ("tool", "function"), "agent": ("agent", "function")}
-    return named.get(kind, ("environment", "factory"))
-
-
 def load(source: EnvironmentSource) -> MakeEnvironment:
     """Import what `source` names; return what makes an environment, one object with each call.
 
     ConfigError for a file that cannot be imported, no such name, no class, a class without `reset` or `step`,
-    parameters that it does not take, and functions and methods that are no tools. A TRL environment is made once to
-    see its methods, and the first call returns that one.
+    parameters that it does not take, and functions that are no tools.
     """
     modules: dict[str, ModuleType] = {}
     if source.is_agent:
         return AgentMaker(_agent(source, modules))
-    functions = [_imported(path, "tools", source.texts, modules) for path in source.tools]
-    tools = [tool_of(function) for function in functions]
     if source.kind == "tools":
+        tools = [tool_of(_imported(path, "tools", source.texts, modules)) for path in source.tools]
         FunctionTools(tools)  # checks the names
         return partial(FunctionTools, tools)
-    made = _imported(source.path, source.kind, source.texts, modules)
+    made = _imported(source.path, "class", source.texts, modules)
     _check_params(made, source)
-    if source.kind == "class":
-        _check_class(made, source.path)
-        return partial(made, **source.params)
-    make: MakeEnvironment = partial(FactoryEnvironment, partial(made, **source.params), tools=tools)
-    return _starting_with(_probe(make, source.path), make)
+    _check_class(made, source.path)
+    return partial(made, **source.params)
 
 
 def with_tools_found(make: MakeEnvironment) -> tuple[MakeEnvironment, list[dict[str, Any]]]:
@@ -277,9 +256,9 @@ def agent_of(function: Callable[..., Any], name: str) -> Agent:
     return FunctionAgent(function)
 
 
-def _imported(path: str, kind: str, texts: Mapping[str, str], modules: dict[str, ModuleType]) -> Callable[..., Any]:
+def _imported(path: str, kind: Kind, texts: Mapping[str, str], modules: dict[str, ModuleType]) -> Callable[..., Any]:
     location, _, name = path.rpartition(":")
-    what, noun = _what(kind)
+    what, noun = _NAMED[kind]
     if location not in modules:
         try:
             modules[location] = module_of(location, texts.get(location))
@@ -291,9 +270,7 @@ def _imported(path: str, kind: str, texts: Mapping[str, str], modules: dict[str,
 def _check_class(made: Callable[..., Any], path: str) -> None:
     if not inspect.isclass(made):
         raise ConfigError(f"environment '{path}' is no class", got=type(made).__name__, allowed="a class with `step`")
-    abstract = inspect.getattr_static(Environment, "step")
-    found = {name: inspect.getattr_static(made, name, None) for name in METHODS}
-    _check_lacks([name for name, method in found.items() if not callable(method) or method is abstract], path)
+    check_methods(made, f"environment '{path}'")
 
 
 def _check_params(made: Callable[..., Any], source: EnvironmentSource) -> None:
@@ -314,16 +291,6 @@ def _check_params(made: Callable[..., Any], source: EnvironmentSource) -> None:
         what = f"environment '{source.path}' cannot be made: {error}"
         got = f"params = {source.params}"
         raise ConfigError(what, got=got, allowed=", ".join(map(str, parameters.values()))) from error
-
-
-def _probe(make: MakeEnvironment, path: str) -> FactoryEnvironment:
-    try:
-        probe: FactoryEnvironment = make()
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"environment '{path}' cannot be made", got=describe(error)) from error
-    return probe
 
 
 def _starting_with(first: Any, make: MakeEnvironment) -> MakeEnvironment:

@@ -3,7 +3,7 @@
     hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call (Qwen, Hermes)
     llama3      {"name": "add", "parameters": {"a": 1}} and no other text, also after <|python_tag|> (Llama 3.1, 3.2)
     smollm      <tool_call>[{"name": "add", "arguments": {"a": 1}}, ...]</tool_call> (SmolLM2, SmolLM3)
-    json_tags   an object or a list, as in the two above, in tags that the caller names
+    json_tags   an object or a list, as in the two above, in the same tags
 
 The text is hostile: each call has a bounded length, there is a bounded number of them, and JSON that Python would read
 but others would not (NaN, a name twice, an integer of more than 64 bits, half of a surrogate pair) is malformed. What
@@ -67,7 +67,6 @@ def parse(
     *,
     max_calls: int = MAX_CALLS,
     max_chars: int = MAX_CALL_CHARS,
-    tags: tuple[str, str] = TAGS,
     is_thinking: bool = False,
 ) -> ParsedTurn:
     """Split a turn's `text` into content and tool calls. Never raises for a text; ConfigError for an unknown format.
@@ -76,12 +75,12 @@ def parse(
     most `max_chars` characters. Calls in a thought (<think> at the text's beginning, or before it with `is_thinking`)
     are content.
     """
-    check_format(format, tags)
+    check_format(format)
     thought, said = _without_thought(text, is_thinking)
     if format == "llama3":
         content, found = _bare(said, max_calls, max_chars)
     else:
-        content, found = _tagged(said, format, tags, max_calls, max_chars)
+        content, found = _tagged(said, format, max_calls, max_chars)
     calls, errors = [], []
     for index, one in enumerate(found):
         entry: dict[str, Any] = {"id": f"call_{index}", "type": "function"}
@@ -94,12 +93,10 @@ def parse(
     return ParsedTurn(thought + content, calls, errors)
 
 
-def check_format(format: str, tags: tuple[str, str] = TAGS) -> None:
-    """Raise ConfigError for a format that there is not, and for tags without characters."""
+def check_format(format: str) -> None:
+    """Raise ConfigError for a format that there is not."""
     if format not in FORMATS:
         raise ConfigError.unknown(f"unknown format of tool calls '{format}'", format, FORMATS)
-    if not all(tags) or tags[0] == tags[1]:
-        raise ConfigError("the tags around a tool call are two different texts", got=tags)
 
 
 def detect_format(template: str) -> str | None:
@@ -130,26 +127,27 @@ def _without_thought(text: str, is_thinking: bool) -> tuple[str, str]:
 _Found = list["dict[str, Any] | _Malformed"]
 
 
-def _tagged(text: str, format: str, tags: tuple[str, str], max_calls: int, max_chars: int) -> tuple[str, _Found]:
+def _tagged(text: str, format: str, max_calls: int, max_chars: int) -> tuple[str, _Found]:
     """Return the content around tagged calls, and these. Each tag's text is decoded once, so the time is linear."""
     content, found = [], _Found()
     position = 0
-    while (start := text.find(tags[0], position)) >= 0:
+    while (start := text.find(TAGS[0], position)) >= 0:
         content.append(text[position:start])
-        position, calls = _tag(text, start + len(tags[0]), format, tags[1], max_chars)
+        position, calls = _tag(text, start + len(TAGS[0]), format, max_chars)
         found += calls
-        if len(found) > max_calls or (len(found) == max_calls and tags[0] in text[position:]):
+        if len(found) > max_calls or (len(found) == max_calls and TAGS[0] in text[position:]):
             return "".join(content).strip(), [*found[:max_calls], _too_many(max_calls)]
     content.append(text[position:])
     return "".join(content).strip() if found else text, found
 
 
-def _tag(text: str, start: int, format: str, close: str, max_chars: int) -> tuple[int, _Found]:
+def _tag(text: str, start: int, format: str, max_chars: int) -> tuple[int, _Found]:
     """Return where the tag ends whose text begins at `start`, and the calls in it.
 
     Its JSON may hold the closing tag in a string, so the JSON decides where the tag ends. Where it is malformed, the
     next closing tag does, or the text's end.
     """
+    close = TAGS[1]
     after = text.find(close, start)
     try:
         value, length = _decode(text[start : start + max_chars + 1], max_chars)

@@ -42,9 +42,9 @@ def no_tokens() -> np.ndarray:
 class Branch:
     """A context of an episode. `given` are tokens behind the last sampled turn.
 
-    `history` are the messages of `context`, known by their ids; those of a branch that was asked for by ids are for
-    people only. `ends` are the numbers of messages up to the end of each turn. `request` is the agent's number of what
-    is being sampled, and `num_asked` the most tokens that it may have.
+    `history` are the messages of the whole branch, known by their ids; those of a branch that was asked for by ids are
+    for people only. `ends` are the numbers of messages up to the end of each turn. `request` is the agent's number of
+    what is being sampled, and `num_asked` the most tokens that it may have.
     """
 
     number: int
@@ -74,10 +74,6 @@ class Branch:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt.tokens) + self.num_behind
-
-    def give(self, tokens: np.ndarray) -> None:
-        """Take tokens that come behind the last turn; the replica is to hear of them."""
-        self.given = tokens
 
     def sampled(self, segment: Segment) -> None:
         """Take the next turn: what was given before it is a segment of its own."""

@@ -24,10 +24,10 @@ parsed is answered as an error instead of ending the episode, and an object serv
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.core.errors import ConfigError, did_you_mean
+from slipstream.core.errors import ConfigError
 from slipstream.environments.protocol import (
     ChatMessage,
     Environment,
@@ -39,76 +39,44 @@ from slipstream.environments.tools import Tool, ToolEnvironment, message_of
 
 RESERVED = ("reset", "get_reward")
 CHOICE = "environment"
-"""The column that names a row's factory, where there are several. It is not passed on to `reset`."""
-
-Factory = Callable[[], Any]
+"""The column that names a row's factory, where there are several."""
 
 
 class FactoryEnvironment(Environment):
-    """The object that a TRL factory makes, as an environment; standalone `tools` stand beside its methods.
-
-    `environment` is the object, which reward functions get as `environments=[...]`. With a dict of factories the
-    column "environment" of a row chooses one at `reset`; until then there is no object, and no tools.
-    """
+    """The object that a TRL factory makes, as an environment; standalone `tools` stand beside its methods."""
 
     extends_prompt = True
 
-    def __init__(
-        self,
-        factory: Factory | Mapping[str, Factory],
-        *,
-        tools: Sequence[Callable[..., Any] | Tool] = (),
-    ) -> None:
+    def __init__(self, factory: Callable[[], Any], *, tools: Sequence[Callable[..., Any] | Tool] = ()) -> None:
         """Make the object. ConfigError unless it has a method `reset` and its other public methods are tools."""
-        self._factories = dict(factory) if isinstance(factory, Mapping) else None
-        self._standalone = tuple(tools)
-        self.environment: Any = None
-        self._tools: ToolEnvironment | None = None
-        if not isinstance(factory, Mapping):
-            self._make(factory)
-
-    def _make(self, factory: Factory) -> None:
-        if not callable(factory):
-            raise ConfigError("an environment factory is a class or a function without parameters", got=repr(factory))
         self.environment = factory()
         self._tools = ToolEnvironment(
-            [*self._standalone, *tool_methods(self.environment)],
+            [*tools, *tool_methods(self.environment)],
             result=str,
             error=lambda why: str({"error": why if isinstance(why, str) else message_of(why)}),
         )
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        return [] if self._tools is None else self._tools.tool_schemas
+        return self._tools.tool_schemas
 
     @property
     def num_tool_calls(self) -> int:
-        return 0 if self._tools is None else self._tools.num_tool_calls
+        return self._tools.num_tool_calls
 
     @property
     def num_tool_errors(self) -> int:
-        return 0 if self._tools is None else self._tools.num_tool_errors
+        return self._tools.num_tool_errors
 
     async def reset(self, **columns: Any) -> list[ChatMessage]:
         """Begin the episode; return what the object's `reset` says, which extends the prompt. None is nothing."""
-        if self._factories is not None:
-            await called(self._make, self._chosen(self._factories, columns.pop(CHOICE, None)))
-        assert self._tools is not None
         self._tools.reset()
         said = await called(self.environment.reset, **columns)
         if said is not None and not isinstance(said, str):
             raise EnvironmentFault(f"reset of a TRL environment returns a string or None, not a {type(said).__name__}")
         return [{"role": "user", "content": said}] if said is not None else []
 
-    @staticmethod
-    def _chosen(factories: Mapping[str, Factory], name: Any) -> Factory:
-        if name not in factories:
-            near = did_you_mean(str(name), factories) or f"there are: {', '.join(factories)}"
-            raise EnvironmentFault(f"the row's column '{CHOICE}' is {name!r}; {near}")
-        return factories[name]
-
     async def step(self, message: ChatMessage) -> Step:
-        assert self._tools is not None, "reset comes first"
         return await self._tools.step(message)
 
     async def final_reward(self) -> Any:

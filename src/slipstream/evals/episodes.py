@@ -96,7 +96,6 @@ def play_episodes(
     temperature: float,
     num_samples: int = 1,
     num_slots: int,
-    stream: int = EVAL_STREAM,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Completion]:
     """`num_samples` episodes per prompt, as `sample_completions` returns them; `pool` is ready, and empty afterwards.
@@ -111,7 +110,9 @@ def play_episodes(
         Sources.of(config),
         chats=build_chats(config, tokenizer),
     )
-    ask = partial(request_of, config.generator, max_len=max_len, temperature=temperature, stream=stream, is_whole=True)
+    ask = partial(
+        request_of, config.generator, max_len=max_len, temperature=temperature, stream=EVAL_STREAM, is_whole=True
+    )
     requests = (
         (ask(prompt, ordinal=ordinal, sample=sample), prompt)
         for ordinal, prompt in enumerate(prompts)

@@ -139,10 +139,10 @@ def serve(
     names the environment variable with the key that clients must send; without one everybody who reaches the port may
     ask, so `host` must be loopback then. `slots` requests decode together and `max_waiting` more wait; the next one is
     refused with status 429. `max_len` bounds context and answer in tokens (default: what the model has room for, at
-    most 2,048). Chats go by the model's chat template; `template`, such as "{content}", replaces it. A
-    model without one has that of its run's prompts where it has one place, as "{content}>" for "{word}>", else
-    "{content}". `chat_template_kwargs` are further variables of the model's template (default:
-    those of its run). `tool_format` is as `environment.tool_format` in a recipe.
+    most 2,048). Chats go by the model's chat template; `template`, such as "{content}", replaces it. A model without
+    one has that of its run's prompts where it has one place, as "{content}>" for "{word}>", else "{content}".
+    `chat_template_kwargs` are further variables of the model's template (default: those of its run). `tool_format` is
+    as `environment.tool_format` in a recipe.
 
     ConfigError for bad input.
     """
@@ -159,14 +159,22 @@ def serve(
     target = served_target(model, tell=tell)
     listener = _listening(address, port)
     try:
-        from slipstream.evals.served import Wanted, loaded
+        from slipstream.evals.served import loaded
 
         if chat_template_kwargs is not None:
             target = target._replace(variables=dict(chat_template_kwargs))
         if name is not None:
             target = target._replace(name=name)
-        wanted = Wanted(target, key, slots, max_waiting, max_len, template, tool_format)
-        return Serving(listener, *loaded(wanted), name=target.name)
+        made = loaded(
+            target,
+            api_key=key,
+            num_slots=slots,
+            max_waiting=max_waiting,
+            max_len=max_len,
+            template=template,
+            tool_format=tool_format,
+        )
+        return Serving(listener, *made, name=target.name)
     except BaseException:
         listener.close()
         raise

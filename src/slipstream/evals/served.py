@@ -194,60 +194,52 @@ class ServedModel:
             _settle(ended, self._over())
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A checkpoint to serve, and how; `evals/serve.py` says what the fields mean."""
-
-    target: ServedTarget
-    api_key: str | None
-    num_slots: int
-    max_waiting: int
-    max_len: int | None
-    template: str | None
-    tool_format: str
-
-
-def loaded(wanted: Wanted) -> tuple[Callable[[Callable[[Exception], None]], ServedModel], ServeLimits, str | None]:
+def loaded(
+    target: ServedTarget,
+    *,
+    api_key: str | None,
+    num_slots: int,
+    max_waiting: int,
+    max_len: int | None,
+    template: str | None,
+    tool_format: str,
+) -> tuple[Callable[[Callable[[Exception], None]], ServedModel], ServeLimits, str | None]:
     """Load a checkpoint; return what makes its endpoint in the loop that is to serve it, and the template of messages.
 
-    ConfigError as `eval`.
+    `serve` says what the arguments mean. ConfigError as `eval`.
     """
-    target = wanted.target
     shape = check_checkpoint(target.folder, "language")
     tokens = tokenizer_folder(target.folder)
     if has_tokenizer(tokens):
         rehearse_tokenizer(tokens)
     tokenizer = load_tokenizer(tokens)
     check_vocabulary(tokenizer, shape, target.folder)
-    max_len = min(shape.max_positions, DEFAULT_MAX_LEN) if wanted.max_len is None else wanted.max_len
+    max_len = min(shape.max_positions, DEFAULT_MAX_LEN) if max_len is None else max_len
     if max_len > shape.max_positions:
         raise ConfigError(
             "the model has no room for such contexts", got=f"max_len = {max_len}", allowed=f"2..{shape.max_positions}"
         )
-    check_slots(shape, "slots", wanted.num_slots, max_len, hint="lower slots or max_len")
+    check_slots(shape, "slots", num_slots, max_len, hint="lower slots or max_len")
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    template = wanted.template
     if template is None and not tokenizer.chat_template:
         template = target.template or "{content}"
     text = ChatText(
         tokenizer,
         template=template,
-        tool_format=wanted.tool_format,
+        tool_format=tool_format,
         stop_ids=list(dict.fromkeys([*eos, *shape.eos_token_ids, *target.stop_ids])),
         num_ids=shape.vocab_size,
         variables=target.variables,
     )
     engine = native_engine(
         load_model(target.folder),
-        num_slots=wanted.num_slots,
+        num_slots=num_slots,
         max_len=max_len,
         seed=0,
         stop_token_ids=text.stop_ids,
     )
-    limits = ServeLimits(wanted.num_slots, max_len, wanted.max_waiting)
-    make = partial(
-        ServedModel, engine, text, target.name, limits=limits, api_key=wanted.api_key, num_ids=shape.vocab_size
-    )
+    limits = ServeLimits(num_slots, max_len, max_waiting)
+    make = partial(ServedModel, engine, text, target.name, limits=limits, api_key=api_key, num_ids=shape.vocab_size)
     return make, limits, template
 
 

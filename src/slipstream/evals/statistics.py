@@ -85,7 +85,7 @@ def completion_lengths(completions: Iterable[Completion]) -> LengthStatistics:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that at least one of `k` samples is correct, estimated from `num_correct` of `num_samples`.
 
-        pass@k = 1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n-c+1 .. n} (1 - k / i)
+        pass@k = 1 - C(n - c, k) / C(n, k)
 
     Chen et al. 2021 (arXiv:2107.03374), equation 1 and figure 3: unbiased, unlike 1 - (1 - c/n)^k.
     Identities: k = 1 gives c / n; k = n gives 1 where c > 0.
@@ -94,10 +94,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         got = f"k = {k}, {num_correct} correct of {num_samples}"
         allowed = "1 <= k <= samples, 0 <= correct <= samples"
         raise ConfigError("pass@k needs at least k samples", got=got, allowed=allowed)
-    all_wrong = 1.0
-    for i in range(num_samples - num_correct + 1, num_samples + 1):
-        all_wrong *= max(0.0, 1 - k / i)
-    return 1 - all_wrong
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def pass_at_k_of(is_right: Sequence[bool | None], num_samples: int) -> dict[int, float]:

@@ -31,10 +31,10 @@ def eval_target(
     """The checkpoint's folder, and the configuration to evaluate it under (`model.path` is that folder).
 
     `path` is a run's directory (its `model/` and `config.toml`), or a checkpoint's or its hub id, whose download is
-    told of by `tell`; `recipe` replaces the run's own
-    configuration. `data` takes the place of its prompts, `num_prompts` that of `eval.num_prompts`.
-    'stage:...' stands for the checkpoints of the run that `path` is or lies in. ConfigError when there
-    is no checkpoint, no reward model, nothing says what to ask it, or a data set is given that would not be asked.
+    told of by `tell`; `recipe` replaces the run's own configuration. `data` takes the place of its prompts,
+    `num_prompts` that of `eval.num_prompts`. 'stage:...' stands for the checkpoints of the run that `path` is or lies
+    in. ConfigError when there is no checkpoint, no reward model, nothing says what to ask it, or a data set is given
+    that would not be asked.
     """
     path, is_on_hub = Path(path), hub_id(str(path)) is not None
     checkpoint, is_run = (path, False) if is_on_hub else _checkpoint_in(path)

@@ -147,7 +147,6 @@ def judge_win_rate(
 
     Arguments and errors are those of `judge_pairs`. May be called from a notebook, whose loop waits meanwhile.
     """
-
     asked = [comparison.prompt for comparison in comparisons]
 
     def run() -> list[Judgement]:

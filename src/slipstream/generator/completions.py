@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.sections import GeneratorConfig, RewardsConfig
-from slipstream.core.types import Completion, Prompt, Purpose, Segment
+from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.requests import Finished, Request, segment_of
 from slipstream.models.tokenizer import Tokenizer
@@ -59,7 +59,6 @@ def completion_of(
     stop_ids: list[int],
     rewards: RewardsConfig,
     replica: int = 0,
-    purpose: Purpose = "train",
     eval_id: int = -1,
 ) -> Completion:
     """Return the completion with the text that is scored: up to `rewards.truncate_token`, where that is set."""
@@ -72,7 +71,7 @@ def completion_of(
         text=decode_text(tokenizer, scored, stop_ids),
         finish_reason=item.finish_reason,
         replica=replica,
-        purpose=purpose,
+        purpose="train" if eval_id < 0 else "eval",
         eval_id=eval_id,
         started_s=item.started_s,
         finished_s=item.finished_s,

@@ -1,8 +1,8 @@
 """The generator node: admitted prompts in, completions out, weights swapped between two decode steps.
 
 A replica of several ranks (`generator.pipeline_parallel` x `tensor_parallel`) is as many of these executors, each over
-its part of the model.
-They obey, swap, evaluate and decode in lock step (`lockstep.py`); rank 0 alone speaks with the other nodes.
+its part of the model. They obey, swap, evaluate and decode in lock step (`lockstep.py`); rank 0 alone speaks with the
+other nodes.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class Generator(Executor):
     def save_checkpoint(self, command: Checkpoint) -> None:
         """Save what there is here of the groups that the cut owes, while decoding goes on: a thread writes.
 
-        Versions of a later cut may have come into it by now; whoever loads it leaves out what they have sampled.
+        Versions of a later cut may have come into it by now; the reader of the file leaves out what they have sampled.
         """
         if self.outgoing.unsettled is None:
             return  # rank 0 has it all

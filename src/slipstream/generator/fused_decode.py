@@ -10,13 +10,12 @@ they are (`models/products.py`, adapters). Experts, and MLPs without a SiLU gate
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.generator.paged_attention import PagedDecodeAttention, power_of_two
+from slipstream.generator.paged_attention import PagedDecodeAttention
+from slipstream.models.device import has_triton, power_of_two
 from slipstream.models.e4m3 import E4m3Rows, by_kernel, has_kernels
 from slipstream.models.layer_functions import silu_mul
 from slipstream.models.products import Fp8Product
@@ -28,8 +27,7 @@ HEADS_TILE = 512  # numbers of whole heads that a program of 2 warps has: 16 byt
 
 def default_fused(model: Transformer, device: torch.device) -> bool:
     """On CUDA with Triton, for layers that are fused and not divided over ranks."""
-    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return has_triton and model.config.can_fuse and isinstance(model.ranks, OneRank)
+    return device.type == "cuda" and has_triton() and model.config.can_fuse and isinstance(model.ranks, OneRank)
 
 
 def fused_forward(model: Transformer, tokens: Tensor, positions: Tensor, attention: PagedDecodeAttention) -> Tensor:

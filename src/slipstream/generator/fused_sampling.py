@@ -7,7 +7,6 @@ them lies nearer to u than the rounding of float32 sums. Rows that are cut are l
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from slipstream.generator.noise import uniform_tensor
 from slipstream.generator.sampler import SampledTokens, SamplingPlan, SamplingRows, sample_tokens
+from slipstream.models.device import has_triton
 from slipstream.models.transformer import OneRank, Transformer
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ def sample(
 
 def default_fused_sampling(model: Transformer, device: torch.device) -> bool:
     """On CUDA with Triton, where one rank samples, and its kernels agree with torch on an example."""
-    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return has_triton and isinstance(model.ranks, OneRank) and agrees(device, model.config.vocab_size)
+    is_there = device.type == "cuda" and has_triton() and isinstance(model.ranks, OneRank)
+    return is_there and agrees(device, model.config.vocab_size)
 
 
 @functools.cache

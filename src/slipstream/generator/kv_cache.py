@@ -99,10 +99,6 @@ class SlotKV:
         self.routes = None if recorded is None else unknown_routes((*shape[:2], 1, self.max_len), recorded)
         self._stored = PrefixKV(self.keys, self.values, self.routes).stored
 
-    @property
-    def num_bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
-
     def write_prefix(self, slots: Sequence[int], prefix: PrefixKV) -> None:
         """Copy `prefix` to the start of every slot in `slots`."""
         index = torch.tensor(slots)

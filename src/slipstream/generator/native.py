@@ -189,7 +189,6 @@ class NativeBackend(Backend):
             in_place=self._is_paged,
             on_device=config.weights_stay_on_gpu,
             group=self._tensor,
-            keeps_versions=self.num_versions > 1,
         )
         self._staged: list[StagedSlots | StagedPages] = []  # over weights that are replaced in place
         self.max_len = config.longest_sequence(self._model.config.max_positions)

@@ -114,6 +114,5 @@ class Outgoing:
             stop_ids=self._stop_ids,
             rewards=self._config.rewards,
             replica=self._replica,
-            purpose="train" if eval_id < 0 else "eval",
             eval_id=eval_id,
         )

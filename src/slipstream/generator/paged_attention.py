@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.generator.paged_kv import PagedKV
 from slipstream.models.attention import PackedAttention
+from slipstream.models.device import power_of_two
 
 SPLIT_TOKENS = 256
 """Positions that one program of the kernel reads. Fixed, not chosen by the load: a row's bits depend on it."""
@@ -177,8 +178,3 @@ class PagedPrefillAttention:
     def route(self, layer: int, chosen: Tensor) -> Tensor:
         """Record the experts [N, k] of the chunks' tokens, if they are to be."""
         return self._kv.record(layer, self._slots, chosen)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of 2 that is at least `number`."""
-    return 1 << (number - 1).bit_length()

@@ -15,11 +15,11 @@ PAGE_SIZE = 16
 
 
 class PagedKV:
-    """Keys and values [L, 1 + pages, page_size, Hkv, D]; page 0 is the trash page (`pages.py`).
+    """Keys and values [L, 1 + pages, PAGE_SIZE, Hkv, D]; page 0 is the trash page (`pages.py`).
 
-    With `recorded` (experts per token, their number) also `routes` [L, 1 + pages, page_size, k], each token's experts.
+    With `recorded` (experts per token, their number) also `routes` [L, 1 + pages, PAGE_SIZE, k], each token's experts.
     They start as zeros: kernels may read what nobody wrote, multiplied by a weight of 0, and 0 times NaN is NaN.
-    A *slot* is the place of one token: page * page_size + place in the page.
+    A *slot* is the place of one token: page * PAGE_SIZE + place in the page.
     """
 
     def __init__(
@@ -29,13 +29,11 @@ class PagedKV:
         num_pages: int,
         num_kv_heads: int,
         head_dim: int,
-        page_size: int = PAGE_SIZE,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         recorded: tuple[int, int] | None = None,
     ) -> None:
-        shape = (num_layers, 1 + num_pages, page_size, num_kv_heads, head_dim)
-        self.page_size = page_size
+        shape = (num_layers, 1 + num_pages, PAGE_SIZE, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.routes = None if recorded is None else unknown_routes(shape[:3], recorded, device)
@@ -43,11 +41,9 @@ class PagedKV:
         self._value_slots = self.values.flatten(1, 2)
 
     @staticmethod
-    def bytes_per_page(
-        *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = PAGE_SIZE
-    ) -> int:
+    def bytes_per_page(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes that one page takes, keys and values of all layers."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        return 2 * num_layers * PAGE_SIZE * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `keys` and `values` [N, Hkv, D], which may be strided, at `slots` int64 [N].

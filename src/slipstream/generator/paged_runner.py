@@ -40,7 +40,7 @@ from slipstream.generator.paged_kv import PAGE_SIZE, PagedKV
 from slipstream.generator.pages import PageCopies, PagedPrefix, PageTable, pages_of
 from slipstream.generator.runner import CLOSED, Chunk, Decoded, Prefix, RowStates, check_room
 from slipstream.generator.sampler import SamplingPlan, SamplingRows
-from slipstream.generator.stage_ticks import packed, unpacked
+from slipstream.generator.stage_ticks import packed, stream_weight, unpacked
 from slipstream.generator.step_graphs import StepGraphs
 from slipstream.models.config import TransformerConfig
 from slipstream.models.transformer import Transformer
@@ -192,7 +192,6 @@ class PagedRunner:
         num_pages: int | None = None,
         kv_bytes: int | None = None,
         parked_tokens: int | None = 0,
-        kv_dtype: torch.dtype | None = None,
         attend: AttendPages | None = None,
         captures: bool = True,
         looks_ahead: bool | None = None,
@@ -201,18 +200,16 @@ class PagedRunner:
         records_routes: bool = False,
     ) -> None:
         config = model.config
-        weight = model.final_norm.weight  # of the residual stream's precision, whatever matrices are stored in
-        assert isinstance(weight, Tensor)
+        weight = stream_weight(model)
         check_room(config, num_rows=num_rows, max_len=max_len)
         if num_pages is not None and kv_bytes is not None:
             raise ConfigError("the memory for keys and values is given twice", got="num_pages and kv_bytes")
         self.num_rows, self.max_len = num_rows, max_len
         self._model, self._device = model, weight.device
         check_current(self._device)
-        kv_dtype = weight.dtype if kv_dtype is None else kv_dtype
         if num_pages is None:
             num_pages = pages_for(
-                config, num_rows, max_len, kv_bytes=kv_bytes, parked_tokens=parked_tokens, kv_dtype=kv_dtype
+                config, num_rows, max_len, kv_bytes=kv_bytes, parked_tokens=parked_tokens, kv_dtype=weight.dtype
             )
         self._pages = PageTable(num_pages=num_pages, page_size=PAGE_SIZE, num_rows=num_rows, max_len=max_len)
         self._kv = PagedKV(
@@ -220,7 +217,7 @@ class PagedRunner:
             num_pages=num_pages,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=kv_dtype,
+            dtype=weight.dtype,
             device=self._device,
             recorded=(config.experts_per_token, config.num_experts) if records_routes else None,
         )
@@ -275,7 +272,7 @@ class PagedRunner:
 
     def share_prefix(self, prefix: Prefix, num_shared: int, num_tokens: int) -> tuple[PagedPrefix, int] | None:
         found = self._pages.share_prefix(own_prefix(prefix), num_shared, num_tokens)
-        return None if found is None else (found, num_shared - num_shared % self._pages.page_size)
+        return None if found is None else (found, num_shared - num_shared % PAGE_SIZE)
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:

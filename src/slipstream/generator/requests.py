@@ -162,8 +162,9 @@ class StateSpans(Protocol):
 class Labelled:
     """The spans of an engine, with the version that it samples from; all in one state while `state` is set."""
 
-    def __init__(self, spans: Spans, *, version: int | None = None, state: str | None = None) -> None:
-        self.version, self.state = version, state
+    def __init__(self, spans: Spans, *, state: str | None = None) -> None:
+        self.version: int | None = None
+        self.state = state
         self._spans = spans
         self.did = spans.did
 

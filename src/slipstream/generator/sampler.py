@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.core.errors import ConfigError
+from slipstream.models.device import power_of_two
 
 BLOCK = 128
 """Tokens of a block of the vocabulary."""
@@ -79,7 +79,7 @@ class SamplingPlan:
         """The plan for rows with these settings (the arrays of `runner.RowStates`), [B] each.
 
         Rows where `is_open` bool [B] is False are somebody's padding: they get tokens and logprobs that mean nothing.
-        ConfigError where the set of a row is to be kept that `top_k` does not bound.
+        Numbers of tokens are powers of 2, so that few plans serve many settings.
         """
         if is_open is not None:
             temperatures, top_k, top_p, min_p, keep_sets = (
@@ -87,10 +87,6 @@ class SamplingPlan:
             )
         is_greedy = temperatures == 0.0
         is_cut = ~is_greedy & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
-        if np.any(keep_sets & ((top_k < 1) | is_greedy)):
-            what = "the tokens that a token was drawn from are kept only where top_k bounds them"
-            got = "keep_sets with top_k = 0 or temperature 0"
-            raise ConfigError(what, got=got, allowed="top_k >= 1 and temperature > 0")
         bounds = top_k[is_cut]
         return SamplingPlan(
             has_greedy=bool(is_greedy.any()),
@@ -98,14 +94,9 @@ class SamplingPlan:
             has_temperature=bool(np.any((temperatures != 1.0) & ~is_greedy)),
             truncates=bool(is_cut.any()),
             has_whole=bool(np.any(~is_greedy & ~is_cut)),
-            num_candidates=_power_of_two(int(bounds.max())) if len(bounds) and bounds.min() > 0 else 0,
-            num_kept=_power_of_two(int(top_k[keep_sets].max())) if keep_sets.any() else 0,
+            num_candidates=power_of_two(int(bounds.max())) if len(bounds) and bounds.min() > 0 else 0,
+            num_kept=power_of_two(int(top_k[keep_sets].max())) if keep_sets.any() else 0,
         )
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of 2 that is at least `number`: few plans then serve many settings."""
-    return 1 << (number - 1).bit_length()
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor, plan: SamplingPlan) -> SampledTokens:

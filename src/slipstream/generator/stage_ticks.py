@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.algorithms.logprobs import OneSequence, token_logprobs
-from slipstream.core.rank_group import RankGroup, lost_rank
+from slipstream.core.rank_group import RankGroup
 from slipstream.generator.kv_cache import JoinedAttention
 from slipstream.generator.runner import Decoded
 from slipstream.generator.sampler import SampledTokens
@@ -123,8 +123,7 @@ class StageTicks:
             out = torch.empty(ended.num_rows, ended.num_columns, dtype=torch.int32, device=self._device)
         assert out is not None
         if self._stages.pg is not None:
-            source = self._stages.world - 1
-            _together(self._stages, lambda pg: dist.broadcast(out, group=pg, group_src=source))
+            self._stages.run(dist.broadcast, out, group_src=self._stages.world - 1)
         return out.cpu().numpy()
 
 
@@ -138,20 +137,12 @@ def hand_on(stages: RankGroup, sent: Tensor | None, received: Tensor | None) -> 
     if not operations:
         return
 
-    def run(pg: dist.ProcessGroup) -> None:
-        made = [dist.P2POp(operation, tensor, group=pg, group_peer=peer) for operation, tensor, peer in operations]
+    def run(group: dist.ProcessGroup) -> None:
+        made = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for operation, tensor, peer in operations]
         for work in dist.batch_isend_irecv(made):
             work.wait()
 
-    _together(stages, run)
-
-
-def _together(stages: RankGroup, run: Callable[[dist.ProcessGroup], Any]) -> None:
-    assert stages.pg is not None
-    try:
-        run(stages.pg)
-    except RuntimeError as error:
-        raise lost_rank(stages.pg, error) from error
+    stages.run(run)
 
 
 @torch.no_grad()

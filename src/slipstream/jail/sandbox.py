@@ -149,10 +149,6 @@ class JailedWorker(Generic[Message]):
         return self._socket.fileno()
 
     @property
-    def keeper_pid(self) -> int:
-        return self._keeper.pid
-
-    @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 

@@ -19,6 +19,13 @@ from slipstream.jobs.kubernetes import VOLUME_DIR, kubernetes_files
 from slipstream.jobs.skypilot import skypilot_files
 from slipstream.jobs.slurm import slurm_files
 
+_OPTIONS = {
+    "slurm": ("partition", "account", "time"),
+    "kubernetes": ("image", "namespace"),
+    "skypilot": ("image", "accelerator", "infra"),
+}
+"""The options of the command that files of a kind take, beside --remote and --gpus-per-node."""
+
 
 def write_job_files(config: RunConfig, options: Any, kind: str) -> str:
     """Write the files that `slipstream launch --slurm DIR`, or another kind, asks for; say how to start them.
@@ -31,9 +38,16 @@ def write_job_files(config: RunConfig, options: Any, kind: str) -> str:
         raise ConfigError(
             "job files need a folder of their own", got=folder, allowed="a new or empty one", hint="move the old one"
         )
-    files = {"slurm": _for_slurm, "kubernetes": _for_kubernetes, "skypilot": _for_skypilot}[kind](
-        config, options, folder
-    )
+    given = {name: vars(options)[name] for name in ("remote", "gpus_per_node", *_OPTIONS[kind])}
+    if kind == "slurm":
+        out, program = options.resume or options.out, (sys.executable, "-m", "slipstream")
+        files = slurm_files(config, folder, working_dir=Path.cwd(), out=out, program=program, **given)
+    elif kind == "kubernetes":
+        _check_place("Kubernetes", options, folder)
+        files = kubernetes_files(config, folder.name, **given)
+    else:
+        _check_place("SkyPilot", options, folder)
+        files = skypilot_files(config, folder.name, **given)
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
@@ -41,46 +55,6 @@ def write_job_files(config: RunConfig, options: Any, kind: str) -> str:
             (folder / file).chmod(0o755)
     submit = shlex.quote(str(folder / "submit.sh"))
     return f"written: {', '.join(files)}\nlook through them, then start the run with {submit}"
-
-
-def _for_slurm(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
-    return slurm_files(
-        config,
-        folder,
-        working_dir=Path.cwd(),
-        out=options.out if options.resume is None else options.resume,
-        remote=options.remote,
-        gpus_per_node=options.gpus_per_node,
-        partition=options.partition,
-        account=options.account,
-        time=options.time,
-        program=(sys.executable, "-m", "slipstream"),
-    )
-
-
-def _for_kubernetes(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
-    _check_place("Kubernetes", options, folder)
-    return kubernetes_files(
-        config,
-        folder.name,
-        image=options.image,
-        namespace=options.namespace,
-        remote=options.remote,
-        gpus_per_node=options.gpus_per_node,
-    )
-
-
-def _for_skypilot(config: RunConfig, options: Any, folder: Path) -> dict[str, str]:
-    _check_place("SkyPilot", options, folder)
-    return skypilot_files(
-        config,
-        folder.name,
-        image=options.image,
-        accelerator=options.accelerator,
-        infra=options.infra,
-        remote=options.remote,
-        gpus_per_node=options.gpus_per_node,
-    )
 
 
 def _check_place(where: str, options: Any, folder: Path) -> None:

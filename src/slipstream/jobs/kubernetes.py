@@ -13,14 +13,16 @@ from slipstream.jobs.machines import (
     CONTROLLER_RESTARTS,
     GROUP_RESTARTS,
     JOB_JOIN_TIMEOUT_S,
+    RENDEZVOUS_PORT,
+    STORE_PORT,
     Machines,
+    group_command,
     lay_out,
     termination_s,
 )
 from slipstream.jobs.templates import filled, manifest
 
 VOLUME_DIR = "/slipstream"
-STORE_PORT, RENDEZVOUS_PORT = 29400, 29500
 
 
 def kubernetes_files(
@@ -105,12 +107,7 @@ def _object_name(name: str, group: str) -> str:
 
 def _group_command(name: str, group: str, machines: Machines, config: RunConfig) -> list[str]:
     """Return the command of a group's pods, in each of which Kubernetes fills in $(...)."""
-    command = ["slipstream", "launch", "--group", group]
-    command += ["--controller", f"{name}-controller-0.{name}:{STORE_PORT}", "--address", "$(POD_IP)"]
-    command += ["--threads", str(machines.cpus // machines.ranks)]
-    command += ["--shutdown-grace-s", f"{config.shutdown_grace_s:g}", "--join-timeout", str(JOB_JOIN_TIMEOUT_S)]
-    command += ["--out", f"{VOLUME_DIR}/runs/{name}", "--steps", str(config.steps)]
-    if machines.nodes > 1:
-        first = f"{_object_name(name, group)}-0.{name}:{RENDEZVOUS_PORT}"
-        command += ["--nnodes", str(machines.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--rendezvous", first]
-    return command
+    controller, first = f"{name}-controller-0.{name}:{STORE_PORT}", f"{_object_name(name, group)}-0.{name}"
+    node, meeting = "$(JOB_COMPLETION_INDEX)", f"{first}:{RENDEZVOUS_PORT}"
+    command = group_command(config, group, machines, controller, "$(POD_IP)", node, meeting)
+    return ["slipstream", *command, "--out", f"{VOLUME_DIR}/runs/{name}", "--steps", str(config.steps)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from slipstream.controller.placement import check_remote
+from slipstream.controller.placement import Scorer, check_remote, scorers
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 
@@ -18,6 +18,7 @@ JOB_JOIN_TIMEOUT_S = 86_400
 """Seconds that jobs wait for one another: one may wait so long in a queue, or for an image. The others' limits hold."""
 ENDING_S = 15
 """Seconds for a run whose grace period is over: its children are killed, its summary is written."""
+STORE_PORT, RENDEZVOUS_PORT = 29400, 29500
 CPUS_PER_RANK = 8
 TEACHER_SIZE = "teacher.vllm.engine_args.tensor_parallel_size"
 
@@ -52,17 +53,6 @@ class Layout(NamedTuple):
     remote: list[str]
 
 
-class Scorer(NamedTuple):
-    """A group that scores completions, or a critic, which may be children of the controller: `ranks` on `device`, of
-    which `tensor_parallel` share each layer."""
-
-    name: str
-    ranks: int
-    device: str
-    field: str
-    tensor_parallel: int = 1
-
-
 def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_per_node: int = 8) -> Layout:
     """Return the jobs that the run is made of, with their machines.
 
@@ -71,30 +61,17 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
     machine, and how many ranks one without GPUs holds. ConfigError for groups that the run does not have, and for what
     fits on no machine.
     """
-    rewards, kl, teacher, trainer, critic = config.rewards, config.kl, config.teacher, config.trainer, config.critic
-    scorers = [
-        Scorer(
-            "reward_models",
-            rewards.model_ranks,
-            rewards.device,
-            "rewards.model_ranks",
-            rewards.model_tensor_parallel,
-        )
-    ] * bool(rewards.models)
-    scorers += [Scorer("reference", kl.ranks, kl.device, "kl.ranks", kl.tensor_parallel)] * (kl.executor == "own")
-    is_served = teacher.engine == "vllm"
-    scorers += [
-        Scorer("teacher", _teacher_size(config), trainer.device, TEACHER_SIZE)
-        if is_served
-        else Scorer("teacher", teacher.ranks, teacher.device, "teacher.ranks", teacher.tensor_parallel)
-    ] * config.has_own_teacher
-    scorers += [
-        Scorer("critic", critic.ranks, critic.device, "critic.ranks", critic.tensor_parallel)
-    ] * config.has_own_critic
-    own = {scorer.name for scorer in scorers if scorer.device == "cuda"} if remote is None else set(remote)
+    trainer, is_served = config.trainer, config.teacher.engine == "vllm"
+    found = [
+        scorer._replace(ranks=_teacher_size(config), device=trainer.device, field=TEACHER_SIZE)
+        if scorer.name == "teacher" and is_served
+        else scorer
+        for scorer in scorers(config)
+    ]
+    own = {scorer.name for scorer in found if scorer.device == "cuda"} if remote is None else set(remote)
     check_remote(config, own)
-    leaving = [scorer for scorer in scorers if scorer.name in own]
-    staying = [scorer for scorer in scorers if scorer.name not in own]
+    leaving = [scorer for scorer in found if scorer.name in own]
+    staying = [scorer for scorer in found if scorer.name not in own]
     in_every_layer = max(trainer.context_parallel, trainer.expert_parallel) * trainer.tensor_parallel
     groups = [
         GroupJob(
@@ -118,6 +95,21 @@ def lay_out(config: RunConfig, remote: Collection[str] | None = None, *, ranks_p
                 hint=f"`--remote {' '.join([*told, scorer.name])}` gives it a job of its own (docs/cluster.md)",
             )
     return Layout(_controller_machine(config, staying), groups, told)
+
+
+def group_command(
+    config: RunConfig, group: str, machines: Machines, controller: str, address: str, node: str, meeting: str
+) -> list[str]:
+    """Return the arguments of `slipstream` on machine `node` of a group, which is at `address`.
+
+    A word may be one that a shell or Kubernetes fills in.
+    """
+    command = ["launch", "--group", group, "--controller", controller, "--address", address]
+    command += ["--threads", str(machines.cpus // machines.ranks), "--shutdown-grace-s", f"{config.shutdown_grace_s:g}"]
+    command += ["--join-timeout", str(JOB_JOIN_TIMEOUT_S)]
+    if machines.nodes > 1:
+        command += ["--nnodes", str(machines.nodes), "--node-rank", node, "--rendezvous", meeting]
+    return command
 
 
 def termination_s(config: RunConfig) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from slipstream.controller.pipeline import CONTROLLER
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.interrupts import GO_ON_VARIABLE, Interrupts
@@ -31,6 +32,7 @@ from slipstream.jobs.machines import (
     GROUP_RESTARTS,
     JOB_JOIN_TIMEOUT_S,
     Machines,
+    group_command,
     lay_out,
     termination_s,
 )
@@ -45,7 +47,6 @@ except ImportError as error:
         "Ray is not installed here", got=str(error), allowed="on all machines: pip install 'slipstream-rl[ray]'"
     ) from error
 
-CONTROLLER = "controller"
 QUIET = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}  # c10d tells of each attempt
 FOUND_WITHIN_S = 600.0
 OVER_CODES = (0, 2, 130, 143, 129)
@@ -272,7 +273,7 @@ class RayRun:
             return None
         own = [address, *(ray.get(actor.whereabouts.remote())[0] for actor in actors[1:])]
         return [
-            group_command(group.name, group.machines, self._config, controller, each, node, f"{address}:{port}")
+            group_command(self._config, group.name, group.machines, controller, each, str(node), f"{address}:{port}")
             for node, each in enumerate(own)
         ]
 
@@ -293,18 +294,6 @@ class RayRun:
             for group in self._groups:
                 _kill(group.actors)
         remove_placement_group(self._placed)
-
-
-def group_command(
-    group: str, machines: Machines, config: RunConfig, controller: str, address: str, node: int, meeting: str
-) -> list[str]:
-    """Return the arguments of `slipstream` on machine `node` of a group, which is at `address`."""
-    command = ["launch", "--group", group, "--controller", controller, "--address", address]
-    command += ["--threads", str(machines.cpus // machines.ranks), "--shutdown-grace-s", f"{config.shutdown_grace_s:g}"]
-    command += ["--join-timeout", str(JOB_JOIN_TIMEOUT_S)]
-    if machines.nodes > 1:
-        command += ["--nnodes", str(machines.nodes), "--node-rank", str(node), "--rendezvous", meeting]
-    return command
 
 
 def groups_of(config: RunConfig, remote: Collection[str] | None, gpus_per_node: int) -> tuple[list[_Group], list[str]]:

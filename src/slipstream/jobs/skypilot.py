@@ -13,13 +13,15 @@ from slipstream.jobs.machines import (
     CONTROLLER_RESTARTS,
     GROUP_RESTARTS,
     JOB_JOIN_TIMEOUT_S,
+    RENDEZVOUS_PORT,
+    STORE_PORT,
     Machines,
+    group_command,
     lay_out,
     termination_s,
 )
 from slipstream.jobs.templates import filled, manifest
 
-STORE_PORT, RENDEZVOUS_PORT = 29400, 29500
 _FIRST, _OWN = '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', '$(echo "$SKYPILOT_NODE_IPS" | sed -n "${line}p")'
 
 
@@ -101,14 +103,6 @@ def _check_words(name: str, image: str | None, accelerator: str | None, infra: s
 
 def _group_script(group: str, machines: Machines, config: RunConfig) -> str:
     """Return what each machine of a group runs."""
-    meeting = (
-        f' --nnodes {machines.nodes} --node-rank "$SKYPILOT_NODE_RANK" --rendezvous "{_FIRST}:{RENDEZVOUS_PORT}"'
-        if machines.nodes > 1
-        else ""
-    )
-    return (
-        "line=$((SKYPILOT_NODE_RANK + 1))\n"
-        f"exec slipstream launch --group {group} --controller controller-0.$SKYPILOT_JOBGROUP_NAME:{STORE_PORT}"
-        f' --address "{_OWN}" --threads {machines.cpus // machines.ranks}'
-        f" --shutdown-grace-s {config.shutdown_grace_s:g} --join-timeout {JOB_JOIN_TIMEOUT_S}{meeting}\n"
-    )
+    controller, meeting = f"controller-0.$SKYPILOT_JOBGROUP_NAME:{STORE_PORT}", f'"{_FIRST}:{RENDEZVOUS_PORT}"'
+    words = group_command(config, group, machines, controller, f'"{_OWN}"', '"$SKYPILOT_NODE_RANK"', meeting)
+    return f"line=$((SKYPILOT_NODE_RANK + 1))\nexec slipstream {' '.join(words)}\n"

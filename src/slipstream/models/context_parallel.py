@@ -33,7 +33,7 @@ from torch import Tensor
 
 from slipstream.core.errors import ShapeError
 from slipstream.core.packed import PackedMicrobatch, sent
-from slipstream.core.rank_group import RankGroup, lost_rank
+from slipstream.core.rank_group import RankGroup
 from slipstream.models.attention import SequenceEnds, bounds, length_batches, takes_flash
 from slipstream.models.packed import ROW_MULTIPLE, ReadRows, filled_rows, rounded_up
 
@@ -243,13 +243,13 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
         gathered = rows.new_empty((group.world * len(rows), *rows.shape[1:]))
-        _run(group, _all_gather, gathered, rows.contiguous())
+        group.run(_all_gather, gathered, rows.contiguous())
         return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         own = grad.new_empty((len(grad) // ctx.group.world, *grad.shape[1:]))
-        _run(ctx.group, _reduce_scatter, own, grad.contiguous())
+        ctx.group.run(_reduce_scatter, own, grad.contiguous())
         return own, None
 
 
@@ -350,7 +350,7 @@ class _JoinTargets(torch.autograd.Function):
         local = columns[0].new_zeros((len(columns), share.most))
         local[:, : len(share.targets)] = torch.stack(columns)
         gathered = local.new_empty((group.world * len(columns), share.most))
-        _run(group, _all_gather, gathered, local)
+        group.run(_all_gather, gathered, local)
         by_rank = gathered.view(group.world, len(columns), share.most)
         return tuple(by_rank[:, index].flatten().index_select(0, order) for index in range(len(columns)))
 
@@ -385,11 +385,3 @@ class ContextParallel:
         if self._last is None or self._last[0] is not microbatch or varlen not in (None, self._last[1]):
             self._last = microbatch, bool(varlen), Share.of(microbatch, self.group, varlen=bool(varlen))
         return self._last[2]
-
-
-def _run(group: RankGroup, collective: Any, *tensors: Tensor) -> None:
-    assert group.pg is not None, "these ranks were described without a process group"
-    try:
-        collective(*tensors, group=group.pg)
-    except RuntimeError as error:
-        raise lost_rank(group.pg, error) from error

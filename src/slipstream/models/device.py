@@ -18,13 +18,18 @@ HINT = "`slipstream doctor` shows GPUs; `slipstream launch` spreads groups over 
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of 2 that is at least `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def takes_kernels(x: Tensor) -> bool:
     """Tell whether kernels of Triton compute with `x`, on CUDA; torch.compile fuses what it sees by itself."""
-    return KERNELS and not torch.compiler.is_compiling() and x.is_cuda and x.numel() > 0 and _has_triton()
+    return KERNELS and not torch.compiler.is_compiling() and x.is_cuda and x.numel() > 0 and has_triton()
 
 
 def launching_on(x: Tensor) -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.models.device import launching_on, takes_kernels
+from slipstream.models.device import launching_on, power_of_two, takes_kernels
 from slipstream.models.quantized import FP8, LARGEST
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def by_kernel(source: Tensor, *, is_gated: bool = False) -> E4m3Rows:
 
 def row_sizes(width: int) -> dict[str, int]:
     """A program for a row: 16 numbers a thread, so that e4m3 is written by 16 bytes, or 32 of more than 16,384."""
-    block = 1 << (width - 1).bit_length()
+    block = power_of_two(width)
     return {"BLOCK": block, "num_warps": min(32, max(1, block // 512))}
 
 

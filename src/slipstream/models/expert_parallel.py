@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.rank_group import RankGroup, lost_rank
-from slipstream.models.experts import Groups, group, multiplies_groups
+from slipstream.core.rank_group import RankGroup
+from slipstream.models.experts import Groups, counts_of, group, multiplies_groups
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,8 @@ class _ExchangedRows(torch.autograd.Function):
 
 def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], ranks: RankGroup) -> Tensor:
     """Send `rows` [sum of sent, ...], those of rank 0 first; return what came, [sum of received, ...], by rank."""
-    assert ranks.pg is not None, "these ranks were described without a process group"
     came = rows.new_empty((sum(received), *rows.shape[1:]))
-    try:
-        dist.all_to_all_single(came, rows.contiguous(), list(received), list(sent), group=ranks.pg)
-    except RuntimeError as error:
-        raise lost_rank(ranks.pg, error) from error
+    ranks.run(dist.all_to_all_single, came, rows.contiguous(), list(received), list(sent))
     return came
 
 
@@ -109,7 +105,7 @@ class ExpertShare:
     def _at_their_ranks(self, x: Tensor, place: Tensor, products: Callable[[Tensor, Groups], Tensor]) -> Tensor:
         """Return `answers` for places in the column, or behind it for experts of others. The host waits for counts."""
         ranks, (num_tokens, k) = self.exchange, place.shape
-        counts = _counts(place, len(self.column) + 1)[:-1].view(ranks.world, -1)
+        counts = counts_of(place, len(self.column) + 1)[:-1].view(ranks.world, -1)
         theirs = counts
         if ranks.world > 1:
             theirs = exchanged(counts, [1] * ranks.world, [1] * ranks.world, ranks)
@@ -129,12 +125,6 @@ class ExpertShare:
         ranks_of_rows = torch.arange(len(flat), device=x.device).clamp_(max=num_sent)
         places = torch.empty_like(flat).scatter_(0, order, ranks_of_rows)
         return torch.cat((out, nothing)).index_select(0, places).view(num_tokens, k, out.shape[1])
-
-
-def _counts(place: Tensor, size: int) -> Tensor:
-    flat = place.flatten()
-    counts = torch.zeros(size, dtype=torch.int64, device=flat.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def _on_device(x: Tensor, place: Tensor, size: int, products: Callable[[Tensor, Groups], Tensor]) -> Tensor:

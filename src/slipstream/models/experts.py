@@ -77,9 +77,7 @@ def group(chosen: Tensor, num_experts: int, *, on_device: bool = False) -> Group
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     ranks = torch.arange(len(flat), device=flat.device)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
+    counts = counts_of(flat, num_experts)
     token = order // chosen.shape[1]
     if on_device:
         places = torch.empty_like(flat).scatter_(0, order, ranks)
@@ -91,6 +89,12 @@ def group(chosen: Tensor, num_experts: int, *, on_device: bool = False) -> Group
     source = torch.zeros(sum(sizes), dtype=torch.int64, device=flat.device).scatter_(0, rows, token)
     places = torch.empty_like(flat).scatter_(0, order, rows)
     return Groups(source, places.view_as(chosen), sizes)
+
+
+def counts_of(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return how often each of the experts is `chosen`, int64 [E]. The host would wait for the length of a bincount."""
+    flat = chosen.flatten()
+    return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def each_expert(x: Tensor, sizes: Sequence[int], products: Sequence[Callable[[Tensor], Tensor]], width: int) -> Tensor:
@@ -135,7 +139,7 @@ def _multiply(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
         return each_expert(x, sizes, products, weight.shape[1])
 
 
-def grouped_product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def grouped_product(x: Tensor, groups: Groups, weight: Tensor) -> Tensor:
     """Rows x [P, K] times their experts' weights [E, M, K] transposed: [P, M], differentiable."""
     if groups.ends is not None:
         out: Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
@@ -153,7 +157,7 @@ class ExpertsLinear(Linear):
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:  # type: ignore[override]
         """x [P, in_features], sorted by expert -> [P, out_features of one]."""
-        return grouped_product(x, torch.unflatten(self.weight, 0, (self.num_experts, -1)), groups)
+        return grouped_product(x, groups, torch.unflatten(self.weight, 0, (self.num_experts, -1)))
 
 
 class Router(nn.Module):

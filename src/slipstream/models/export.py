@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.core.errors import CheckpointError, ShapeError
 from slipstream.core.rank_group import RankGroup, lost_rank
 from slipstream.models.config import TransformerConfig
-from slipstream.models.hf import WEIGHTS_FILE, shard_file, write_configs, write_index
+from slipstream.models.hf import split_names, weight_file, write_configs, write_index
 from slipstream.models.inventory import Held, gather_holdings, givers, holdings
 from slipstream.models.safetensors_file import Entry, write_safetensors
 from slipstream.models.shards import Box, Shard, whole_shapes
@@ -124,26 +124,12 @@ def plan_export(held: Sequence[Sequence[Held]], config: TransformerConfig, *, ma
         rank = min(range(len(held)), key=lambda rank: (filled[rank], rank))
         filled[rank] += entries[name].nbytes
         by_rank[rank].append(name)
-    runs = [(rank, run) for rank, names in enumerate(by_rank) for run in _runs(names, entries, max_file_bytes)]
-    files = [
-        ExportFile(shard_file(number, len(runs)) if len(runs) > 1 else WEIGHTS_FILE, rank, tuple(run))
-        for number, (rank, run) in enumerate(runs, 1)
-    ]
+    runs: list[tuple[int, list[str]]] = []
+    for rank, names in enumerate(by_rank):
+        names.sort(key=lambda name: -entries[name].dtype.itemsize)  # longer elements first, as a file wants them
+        runs += [(rank, run) for run in split_names({name: entries[name].nbytes for name in names}, max_file_bytes)]
+    files = [ExportFile(weight_file(number, len(runs)), rank, tuple(run)) for number, (rank, run) in enumerate(runs, 1)]
     return ExportPlan(entries, files, dict(boxes))
-
-
-def _runs(names: Sequence[str], entries: dict[str, Entry], max_bytes: int) -> Iterator[list[str]]:
-    """Consecutive names of at most `max_bytes` together, or one; longer elements first, as a file wants them."""
-    run: list[str] = []
-    filled = 0
-    for name in sorted(names, key=lambda name: -entries[name].dtype.itemsize):
-        if run and filled + entries[name].nbytes > max_bytes:
-            yield run
-            run, filled = [], 0
-        run.append(name)
-        filled += entries[name].nbytes
-    if run:
-        yield run
 
 
 class _Exchange:

@@ -40,18 +40,6 @@ class FlatParameters:
         """The current weights by parameter name, as views into `flat`."""
         return self.views_of(self.flat)
 
-    @property
-    def holding(self) -> None:
-        """Not known: versions are whole (`core.weights.FlatWeights`)."""
-
-    @property
-    def reads_flat(self) -> bool:
-        """True (`core.weights.FlatWeights`): the model's parameters are views of it."""
-        return True
-
-    def prepare(self, flat: Tensor) -> None:
-        """Nothing is to be done before `rebind` (`core.weights.FlatWeights`)."""
-
     def rebind(self, flat: Tensor) -> None:
         """Point every parameter at `flat` [num_params] fp32, without copying; the old tensor is left as it is."""
         if flat.shape != (self.num_params,) or flat.dtype != torch.float32 or not flat.is_contiguous():

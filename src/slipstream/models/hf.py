@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,15 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError, clip
 from slipstream.models.config import TransformerConfig, config_from_hf, config_to_hf
 from slipstream.models.hf_fields import read_object
-from slipstream.models.hub import is_adapter
-from slipstream.models.initialise import new_model
+from slipstream.models.hub import WEIGHTS, is_adapter
 from slipstream.models.layout import LogicalTensor, layout
 from slipstream.models.lora import shapes_of
 from slipstream.models.peft import base_folder, load_adapter
 from slipstream.models.safetensors_file import open_tensors
-from slipstream.models.tokenizer import Tokenizer, load_tokenizer
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import OneRank, Transformer
 
-__all__ = ["load_model", "load_tokenizer", "logical_tensors", "new_model", "save_model"]
-
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = WEIGHTS
 IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -216,36 +212,34 @@ def remove_weights(path: Path) -> None:
         stale.unlink(missing_ok=True)
 
 
-def split_shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Fill shards in order; a tensor larger than the limit gets one to itself."""
-    shards: list[dict[str, Tensor]] = [{}]
+def split_names(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Divide names, in order, into files of at most `max_bytes` together; a larger tensor gets one to itself."""
+    files: list[list[str]] = []
     filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > max_bytes:
-            shards.append({})
+    for name, num_bytes in sizes.items():
+        if not files or filled + num_bytes > max_bytes:
+            files.append([])
             filled = 0
-        shards[-1][name] = tensor.contiguous()
-        filled += tensor.nbytes
-    return shards
+        files[-1].append(name)
+        filled += num_bytes
+    return files
 
 
-def shard_file(number: int, count: int) -> str:
-    """Name of the 1-indexed `number` of several files."""
-    return f"model-{number:05}-of-{count:05}.safetensors"
+def weight_file(number: int, count: int) -> str:
+    """Name of the 1-indexed `number` of `count` files."""
+    return f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else WEIGHTS_FILE
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor], max_bytes: int) -> None:
     """Write `tensors` to folder `path`: one file, or beyond `max_bytes` several with an index."""
-    shards = split_shards(tensors, max_bytes)
-    if len(shards) == 1:
-        save_file(shards[0], path / WEIGHTS_FILE, metadata={"format": "pt"})
-        return
+    files = split_names({name: tensor.nbytes for name, tensor in tensors.items()}, max_bytes)
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = shard_file(number, len(shards))
-        save_file(shard, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    write_index(path, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
+    for number, names in enumerate(files, 1):
+        file = weight_file(number, len(files))
+        save_file({name: tensors[name].contiguous() for name in names}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        write_index(path, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.models.device import launching_on, takes_kernels
+from slipstream.models.device import launching_on, power_of_two, takes_kernels
 
 SILU_BLOCK = 1024
 ROTATED_BLOCK = 1024  # numbers of whole heads that a program of 4 warps has: 16 bytes in bfloat16 for each thread
@@ -98,7 +98,7 @@ def _rotate(source: Tensor, target: Tensor, cos: Tensor, signed_sin: Tensor, num
     from slipstream.models import layer_kernels as kernels
 
     rows, heads, head_dim = source.shape
-    block = 1 << (head_dim - 1).bit_length()
+    block = power_of_two(head_dim)
     at_once = max(1, ROTATED_BLOCK // block)
     tables, strides = (cos.contiguous(), signed_sin.contiguous()), (source.stride(0), target.stride(0))
     sizes = {"NUM_HEADS": heads, "NUM_ROTATED": num_rotated, "HEAD_DIM": head_dim, "HEAD_BLOCK": block}

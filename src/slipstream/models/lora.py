@@ -311,12 +311,8 @@ class Adapter(nn.Module):
     def of_groups(self, x: Tensor, groups: Groups, base: GroupedProduct) -> Tensor:
         """`forward` of rows x [P, in_features] sorted by expert -> [P, out_features of one]."""
         a, b = self.shape.rounded(self.a).to(x.dtype), self.shape.rounded(self.b).to(x.dtype)
-        down, up = (partial(_grouped, weight=one.contiguous()) for one in self.shape.of_experts(a, b))
+        down, up = (partial(grouped_product, weight=one.contiguous()) for one in self.shape.of_experts(a, b))
         return adapted_experts(x, groups, base=base, down=down, up=up, shape=self.shape)
-
-
-def _grouped(x: Tensor, groups: Groups, *, weight: Tensor) -> Tensor:
-    return grouped_product(x, weight, groups)
 
 
 class AdaptedLinear(Linear):

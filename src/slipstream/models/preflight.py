@@ -65,7 +65,11 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     if config.model.lora.is_set:
         _check_ranks(config, planned_shapes(config.model.lora, shape))
     if is_sampled:
-        _check_lengths(config, shape)
+        config.check_lengths(
+            shape.max_positions,
+            of=f"the positions of {config.model.path}",
+            hint="lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens",
+        )
         _check_ends(config, tokenizer, shape)
     return shape
 
@@ -202,14 +206,6 @@ def check_vocabulary(tokenizer: Tokenizer, shape: TransformerConfig, path: Path)
             allowed=f"0..{shape.vocab_size - 1} (vocab_size = {shape.vocab_size} in config.json)",
             hint="take tokenizer and weights from the same checkpoint, or resize its embedding with transformers",
         )
-
-
-def _check_lengths(config: RunConfig, shape: TransformerConfig) -> None:
-    config.check_lengths(
-        shape.max_positions,
-        of=f"the positions of {config.model.path}",
-        hint="lower prompts.max_prompt_tokens (longer prompts are dropped) or generator.max_new_tokens",
-    )
 
 
 def _check_ends(config: RunConfig, tokenizer: Tokenizer, shape: TransformerConfig) -> None:

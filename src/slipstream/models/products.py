@@ -156,7 +156,7 @@ class ExpertsProduct:
 
     def __call__(self, x: Tensor, groups: Groups) -> Tensor:
         if groups.ends is not None:
-            return grouped_product(x, self._stacked, groups)
+            return grouped_product(x, groups, self._stacked)
         return each_expert(x, groups.sizes, self._products, self._width)
 
 

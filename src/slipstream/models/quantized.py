@@ -138,11 +138,6 @@ class StoredWeight:
     scales: Tensor | None
     columns: int | None = None
 
-    def dequantized(self) -> Tensor:
-        """fp32, in the parameter's shape."""
-        weight = self.in_type(torch.float32)
-        return weight.values if weight.scales is None else weight.values * weight.scales[:, None]
-
     def in_type(self, dtype: torch.dtype) -> StoredWeight:
         """The same with values in `dtype`. Blocks are multiplied by their scales: of mxfp4 nothing is left to scale."""
         if self.columns is None:

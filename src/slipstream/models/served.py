@@ -263,8 +263,8 @@ class ServedWeights:
     With adapters a version is those alone, at their own precision and multiplied in float32 (on CUDA in the type of the
     residual stream), beside a `base` at `precision` that stays: made of the model's own weights, or given, so that
     `model` need not have them.
-    `keeps_versions`: those that `hold` has named stay when another is live, and `select` says which of them each row of
-    the next pass computes with.
+    Versions that `hold` has named stay when another is live; `select` says which of them each row of the next pass
+    computes with.
 
     `in_place`: copy into stable storage; None: where the model is on CUDA. `on_device`: `flat` lies there, and is this
     storage for all that is computed with as it is stored; a tensor that `rebind` is given changes its contents.
@@ -283,7 +283,6 @@ class ServedWeights:
         on_device: bool = False,
         group: RankGroup | None = None,
         base: FrozenBase | None = None,
-        keeps_versions: bool = False,
     ) -> None:
         self._device = next(model.parameters()).device
         check_mixture(model.config, precision, self._device)
@@ -300,7 +299,6 @@ class ServedWeights:
         self._held_types = {s.name: self._held_type(s.name, s.dtype, s.shape) for s in stored}
         self._prepared: tuple[Tensor, _Version] | None = None
         self._live: tuple[Tensor, _Version] | None = None
-        self._keeps_versions = keeps_versions
         self._residents: dict[int, _Version] = {}
         self._own = OwnVersion(torch.empty(0))
         self._stacked: _Version | None = None  # all that are held
@@ -570,7 +568,7 @@ class ServedWeights:
             self._arrived: Tensor | None = None  # whose bytes lie in `_arrival`
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()  # whoever had the buffer's memory before may be reading it until here
+            self._copied.record()  # the memory's former owner may be reading it until here
 
     def _copy_in(self, flat: Tensor) -> None:
         source = flat

@@ -87,9 +87,8 @@ class Division:
 
     `data_parallel` are the ranks that have one division of the parameters among them, and whose gradients are summed.
     Those of `context_parallel`, which read each microbatch together, are among them: with some, fewer ranks than
-    `data_parallel` count a microbatch.
-    The ranks of `pipeline_parallel` are stages, each with `chunks` ranges of layers (`stages.Stage`).
-    `experts` are the data-parallel ranks once more, as they divide a mixture's experts among them.
+    `data_parallel` count a microbatch. The ranks of `pipeline_parallel` are stages, each with `chunks` ranges of layers
+    (`stages.Stage`). `experts` are the data-parallel ranks once more, as they divide a mixture's experts among them.
     `precision` is that of products; parameters, gradients and their sums are float32, but that a frozen model may keep
     its parameters `stored` in another precision, which is then that of products, too. With `recomputes` every layer
     keeps only its input for the backward pass and runs again there, with `keeps_products` without its products. torch
@@ -236,12 +235,7 @@ def _shard(model: Transformer, division: Division) -> None:
 
 
 def load_sharded(
-    path: str | Path,
-    division: Division,
-    *,
-    max_positions: int | None = None,
-    lora: LoraConfig = LoraConfig(),
-    seed: int = 0,
+    path: str | Path, division: Division, *, lora: LoraConfig = LoraConfig(), seed: int = 0
 ) -> Transformer:
     """Return this rank's part of the model in folder `path`; only that is read. Errors: as `hf.load_model`'s.
 
@@ -250,9 +244,9 @@ def load_sharded(
     path = Path(path)
     if is_adapter(path):
         path, lora = base_folder(path), LoraConfig(path=str(path))
-    config = config_from_hf(read_hf_config(path), max_positions=max_positions)
+    config = config_from_hf(read_hf_config(path))
     model = _unfilled(config, division, lora)
-    read_weights(model, path)
+    read_shard(model, path)
     return fill_adapters(model, lora, seed=seed) if lora.is_set else model
 
 
@@ -271,7 +265,7 @@ def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[st
         yield found
 
 
-def read_weights(model: Transformer, path: Path) -> None:
+def read_shard(model: Transformer, path: Path) -> None:
     """Give `model`, this rank's part of one, the weights of the checkpoint in folder `path`, which has its sizes."""
     with checkpoint_slices(path, whole_config(model)) as whole:
         load_shard(model, whole)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.rank_group import RankGroup, lost_rank
+from slipstream.core.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ def add_of_peer(part: Tensor, ranks: RankGroup, *, peer: int) -> None:
     if not part.numel():
         return
     sent, received = part.contiguous(), torch.empty_like(part, memory_format=torch.contiguous_format)
-    assert ranks.pg is not None
     ends = ((dist.isend, sent), (dist.irecv, received))
-    try:
-        for work in dist.batch_isend_irecv([dist.P2POp(op, at, group=ranks.pg, group_peer=peer) for op, at in ends]):
+
+    def exchange(group: dist.ProcessGroup) -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(op, at, group=group, group_peer=peer) for op, at in ends]):
             work.wait()
-    except RuntimeError as error:
-        raise lost_rank(ranks.pg, error) from error
+
+    ranks.run(exchange)
     part.add_(received)

@@ -38,7 +38,7 @@ def read_in_turns(
     if ranks.world == 1:
         return arrays
     _give_up_gathered(model)
-    by_rank = [_unpacked(payload) for payload in ranks.gather(_packed(arrays))]
+    by_rank = [wire.decode_one(payload, Readings).arrays for payload in ranks.gather(_packed(arrays))]
     counts = [len(microbatches[rank :: ranks.world]) for rank in range(ranks.world)]
     each = [len(parts) // count if count else 0 for parts, count in zip(by_rank, counts, strict=True)]
     turns = [divmod(index, ranks.world) for index in range(len(microbatches))]
@@ -47,12 +47,6 @@ def read_in_turns(
 
 def _packed(arrays: Sequence[Arrays]) -> bytes:
     return wire.encode(Readings(arrays=tuple(one for parts in arrays for one in parts)))
-
-
-def _unpacked(payload: bytes) -> Arrays:
-    message = wire.decode(payload, (Readings,))
-    assert isinstance(message, Readings)
-    return message.arrays
 
 
 def collated(batching: Batching, sequences: Sequence[TrainSequence], capacity_tokens: int) -> list[PackedMicrobatch]:

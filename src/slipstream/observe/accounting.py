@@ -127,6 +127,7 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
     loop = {name: totals_of(seconds) for name, seconds in windows.items()} if steps else {}
     bounds_s = [(bound_ns - start_ns) * 1e-9 for bound_ns in bounds_ns]
     interference = work.interference() if steps else Interference()
+    sides = _sides(loop, processes)
     return RunAccounting(
         start_s=start_s,
         wall_s=end_s - start_s,
@@ -141,9 +142,9 @@ def read_accounting(run_dir: Path, *, window_s: tuple[float, float] | None = Non
             )
             for i, step in enumerate(steps)
         ],
-        idle={name: side.idle for name, side in _sides(loop, processes).items()},
+        idle={name: side.idle for name, side in sides.items()},
         balance=_balance(
-            loop, processes, _config(run_dir), num_steps=len(steps), interference=interference, waste=waste
+            loop, sides, processes, _config(run_dir), num_steps=len(steps), interference=interference, waste=waste
         ),
     )
 
@@ -243,6 +244,7 @@ def _sides(loop: Mapping[str, Mapping[str, float]], processes: Mapping[str, Proc
 
 def _balance(
     loop: Mapping[str, Mapping[str, float]],
+    sides: Mapping[str, Side],
     processes: Mapping[str, ProcessAccounting],
     config: RunConfig | None,
     *,
@@ -250,7 +252,6 @@ def _balance(
     interference: Interference,
     waste: Sequence[Wasted],
 ) -> Balance:
-    sides = _sides(loop, processes)
     computing = [processes[name] for name in loop if side_of(name) in COMPUTING]
     on_cpu = [process.device == "cpu" for process in computing]
     verdict = judge(

@@ -26,14 +26,19 @@ class Attempt:
     zero_ns: int | None = None
 
 
+def attempt_folders(run_dir: Path) -> list[Path]:
+    """Return the folders that resumes have set aside, the oldest first."""
+    named = [(re.fullmatch(r"attempt_(\d+)", path.name), path) for path in run_dir.glob("attempt_*")]
+    return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
+
+
 def read_attempts(run_dir: Path) -> list[Attempt]:
     """The attempts of a run in their order; the last one is the run's own folder.
 
     All are on one monotonic clock as long as the machine was not started anew. Then the time of day says how far apart
     two of them are, as exactly as it was set.
     """
-    found = [(int(name[1]), path) for path in run_dir.iterdir() if (name := re.fullmatch(r"attempt_(\d+)", path.name))]
-    folders = [path for _, path in sorted(found)] + [run_dir]
+    folders = [*attempt_folders(run_dir), run_dir]
     zeros_ns = [_zero_ns(folder) for folder in folders]
     newest_ns = zeros_ns[-1]
     attempts = []

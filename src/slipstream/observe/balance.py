@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from slipstream.core.plain import plural
 from slipstream.core.ranks import RANK_MARK
 from slipstream.observe.states import idle_share, in_words, seconds_of, totals_of
 
@@ -305,7 +306,7 @@ def _pool_in_words(loop: Loop, dials: Dials, trainer: Side, generator: Side) -> 
     step_s = loop.length_s / loop.num_steps
     then_s = step_s * max(1 - waits, now / (now + more))
     return (
-        f"{more} more generator{'' if more == 1 else 's'} than the {now:.3g} that were there would shorten steps from "
+        f"{plural(more, 'more generator')} than the {now:.3g} that were there would shorten steps from "
         f"{step_s:.2g} s to {then_s:.2g} s (`slipstream launch --group generator --join`)"
     )
 

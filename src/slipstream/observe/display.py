@@ -24,6 +24,7 @@ from rich.text import Text
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import Measured
+from slipstream.core.plain import plural
 from slipstream.core.ranks import split_rank_name
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
 from slipstream.observe.outlet import Outlet
@@ -132,7 +133,7 @@ class Display:
             self._update("  ".join([f"{name} {done}/{total}", *values]))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """A step is done; `metrics` is its line of `metrics.jsonl` (names in `observe/metrics.py`)."""
+        """A step is done; `metrics` is its line of `metrics.jsonl` (names in `observe/metrics.toml`)."""
         now_s = self._clock.now_s()
         self._phase = None
         self._metrics = dict(metrics)
@@ -389,11 +390,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def plural(count: int, word: str) -> str:
-    """1 and "step" as "1 step", 2000 as "2,000 steps"."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def printable(text: str, limit: int = 160) -> str:

@@ -1,16 +1,4 @@
-"""`metrics.jsonl`: one JSON line per step, and one per evaluation. Is it learning?
-
-Well-known names (display and report draw them; anything else is kept and listed):
-
-    step, version, wall_s      the step trained, the version it made, seconds since the start of the run
-    reward                     mean reward of the batch, before advantages
-    loss, entropy, grad_norm   of the update(s), averaged over the step
-    staleness_mean, _max       of the tokens consumed, in steps
-    generated_tokens_per_s     sampled tokens per second over the recent steps; trained_tokens_per_s likewise
-    step_s                     seconds since the previous step was done
-    eval_reward                held-out, greedy, with the weights of `version`; eval_sampled_reward at temperature 1
-    eval_accuracy              the share of right answers among them, where `eval.measure` says what is right
-"""
+"""Write `metrics.jsonl`: one JSON line per step, and one per evaluation. `metrics.toml` says what the names mean."""
 
 from __future__ import annotations
 

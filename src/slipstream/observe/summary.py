@@ -1,6 +1,6 @@
 """`summary.json`: what a run came to. Its fields are an interface; scripts may rely on them.
 
-`check` holds the identities: every admitted prompt has exactly one fate, every process-second exactly one state.
+`violations` checks the identities: every admitted prompt has exactly one fate, every process-second exactly one state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import msgspec
 
 from slipstream.core.config import STAGES, RunConfig
 from slipstream.core.disk import replace_file
-from slipstream.core.errors import SlipstreamError, clip
 from slipstream.core.files import decode_json, load_json
 from slipstream.core.held_out import Measured
 from slipstream.core.recipes import stage_dir
@@ -349,12 +348,7 @@ def write_summary(summary: Summary, path: Path) -> None:
 
 def read_summary(path: Path) -> Summary:
     """The summary in `path`; raises SlipstreamError when fields are missing or of the wrong type."""
-    try:
-        return decode_json(path, Summary)
-    except OSError as error:
-        raise SlipstreamError(f"{path} cannot be read", got=error.strerror) from error
-    except ValueError as error:  # msgspec's errors are ValueErrors, and so is bad UTF-8
-        raise SlipstreamError(f"{path} is not a summary", got=clip(error)) from error
+    return load_json(path, Summary)
 
 
 def violations(summary: Summary) -> list[str]:
@@ -377,12 +371,6 @@ def violations(summary: Summary) -> list[str]:
     if staleness.histogram and max(staleness.histogram) != staleness.max:
         found.append(f"staleness: max {staleness.max}, but the histogram ends at {max(staleness.histogram)}")
     return found
-
-
-def check(summary: Summary) -> None:
-    """Raise SlipstreamError when an identity is broken."""
-    if found := violations(summary):
-        raise SlipstreamError("the summary contradicts itself", got="; ".join(found), hint="this is a bug; report it")
 
 
 def versions() -> Versions:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ ACROSS = 1000.0  # units of a plot's width within its lines
 MIN_SPAN = 0.5  # of its largest value: what an axis that does not begin at 0 spans at least
 MIN_RATIO = 4.0  # of the ends of a logarithmic axis
 
+T = TypeVar("T")
 Point = tuple[float, float]
 _UNITS = ((1e9, 1e8, "G"), (1e6, 1e5, "M"), (1e3, 1e3, "k"))  # with the least gap between ticks told in them
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -167,14 +169,13 @@ def line_chart(
     limits: Mapping[str, float] | None = None,
     height: int = 180,
     has_legend: bool = True,
-    missing: str = "Nothing was measured.",
 ) -> str:
-    """Lines over a common x axis. `limits` are named values, as horizontal lines; `missing` says why there is none."""
+    """Lines over a common x axis. `limits` are named values, as horizontal lines."""
     if y.is_log:  # a logarithm has no place for 0 and less
         series = [replace(one, points=[point for point in one.points if point[1] > 0.0]) for one in series]
     series = [one for one in series if one.points]
     if not series:
-        return empty(missing)
+        return empty("Nothing was measured.")
     limits = limits or {}
     strokes = [_strokes(one) for one in series]
     across = scale_of((point[0] for one in series for point in one.points), x, most=5, is_fitted=True)
@@ -394,10 +395,10 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs(points, most)]
 
 
-def runs(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
-    """`points` in at most `most` runs of neighbours of equal length, the last one perhaps shorter."""
-    size = max(1, math.ceil(len(points) / most))
-    return [points[i : i + size] for i in range(0, len(points), size)]
+def runs(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """`items` in at most `most` runs of neighbours of equal length, the last one perhaps shorter."""
+    size = max(1, math.ceil(len(items) / most))
+    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
@@ -453,6 +454,6 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def shortened(name: str, most: int) -> str:
+def without_middle(name: str, most: int) -> str:
     """`name` without its middle where it has more than `most` letters."""
     return name if len(name) <= most else f"{name[: most - most // 2 - 1]}…{name[len(name) - most // 2 :]}"

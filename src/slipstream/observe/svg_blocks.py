@@ -110,14 +110,13 @@ def areas(
     x: svg.Axis,
     order: Sequence[str],
     height: int = 150,
-    missing: str = "Nothing was recorded.",
 ) -> str:
     """How a process's time is divided among states, column by column; `order` from the bottom up."""
     columns = [c for c in merged(columns, MAX_COLUMNS) if sum(c.counts.values()) > 0.0]
     totals = totals_of(column.counts for column in columns)
     states = [state for state in order if totals.get(state, 0.0) > 0.0]
     if not states:
-        return svg.empty(missing)
+        return svg.empty("Nothing was recorded.")
     across = svg.scale_of([columns[0].start, columns[-1].end], x, most=5, is_fitted=True)
     up = svg.scale_of([0.0, 1.0], svg.Axis("", is_share=True), most=4)
     tops = [0.0] * len(columns)
@@ -205,12 +204,11 @@ def gantt(
     start_s: float,
     end_s: float,
     origin: str = "",
-    missing: str = "Nothing was recorded.",
 ) -> str:
     """Draw the slices of processes between two moments, counted from `origin`; instants are triangles under a row."""
     rows = [row for row in rows if row.bars]
     if not rows or end_s <= start_s:
-        return svg.empty(missing)
+        return svg.empty("Nothing was recorded.")
     pitch, bar = 56, 22
     height, length_s = pitch * len(rows), end_s - start_s
     unit, divisor = ("milliseconds", 1e-3) if length_s < 1.0 else ("seconds", 1.0)
@@ -251,9 +249,9 @@ def work_first(parts: Iterable[Mapping[str, float]]) -> list[str]:
 
 def merged(columns: Sequence[Column], most: int) -> list[Column]:
     """At most `most` columns: the sums of equal runs of neighbours."""
-    size = max(1, -(-len(columns) // most))
-    parts = [columns[i : i + size] for i in range(0, len(columns), size)]
-    return [Column(part[0].start, part[-1].end, totals_of(column.counts for column in part)) for part in parts]
+    return [
+        Column(run[0].start, run[-1].end, totals_of(column.counts for column in run)) for run in svg.runs(columns, most)
+    ]
 
 
 def cells(bars: Sequence[Bar], start_s: float, end_s: float) -> list[Bar]:
@@ -304,7 +302,7 @@ def block(place: float, y: float, width: float, height: float, state: str, tip: 
 
 
 def _row_name(y: int, name: str, more: str = "") -> str:
-    return f'<text class="name" x="0" y="{y + 13}">{escape(svg.shortened(name, MAX_NAME))}{more}</text>'
+    return f'<text class="name" x="0" y="{y + 13}">{escape(svg.without_middle(name, MAX_NAME))}{more}</text>'
 
 
 def _on_bar(

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from slipstream.core.jsonl import finite
+from slipstream.core.plain import plural
 from slipstream.core.run_log import EpisodeLine
 from slipstream.core.types import EpisodeRecord
 
@@ -59,7 +60,7 @@ def transcript(
     parts = list(_parts(messages, turn_rewards, turns))
     for number, chat in enumerate(branches, start=1):
         num_given = contexts[number - 1] if number <= len(contexts) else 0
-        size = f", of {num_given} message{'' if num_given == 1 else 's'}" if num_given else ""
+        size = f", of {plural(num_given, 'message')}" if num_given else ""
         parts.append(TranscriptPart(f"fork {number} of {len(branches)}", f"a context of its own{size}", fork=number))
         parts += _parts(chat, turn_rewards, turns, num_given)
     return parts
@@ -77,7 +78,7 @@ def beginning(parts: Sequence[TranscriptPart], *, max_parts: int, max_chars: int
     share = {"max_parts": max_parts // num_shown, "max_chars": max_chars // num_shown}
     found = [one for branch in branches[:num_shown] for one in _beginning(branch, **share)]
     if num_left := len(branches) - num_shown:
-        found.append(TranscriptPart(LEFT_OUT, f"{num_left} more fork{'' if num_left == 1 else 's'}"))
+        found.append(TranscriptPart(LEFT_OUT, plural(num_left, "more fork")))
     return found
 
 

@@ -109,7 +109,7 @@ def waiting(history: History, process: str, state: str, count: int) -> float | N
     names = history.names(f"wait_frac/{process}", f"/{state}")
     found = {name: fmean(values) for name in names if (values := history.last(name, count)) is not None}
     since = max((history.line_of(name, count) for name in found), default=0)
-    means = [mean for name, mean in found.items() if history.line_of(name, 1) >= since]
+    means = [waited for name, waited in found.items() if history.line_of(name, 1) >= since]
     return fmean(means) if means else None
 
 

@@ -20,24 +20,10 @@ MOST_NAMED = 32
 class Vitals:
     """Feed messages to `take` as they come; `of_step` says what came since the step before, and begins anew.
 
-        groups_scored             groups that got all their rewards
-        scored_reward_mean        the mean reward of all their completions, whether they are trained on or not
-        no_signal_frac            of these, the share whose rewards gave none
-        no_signal_in_a_row        groups since the last that gave one, those left out that failed altogether
-        scored_failed_frac        of their completions, the share that failed, trained or not
-        poisoned                  completions that cannot be (`core/vetting.py`), rollouts of no group included
-        publish_skipped_frac      of the versions published, the share for which no slot was free
-        publish_same_frac         of them, those with the bytes or logprobs of the one before, despite gradients
-        version_lag_max           steps from the version of the replica that lags most to the one just made
-        version_lag_excess        how far that is beyond max_staleness + 1, from where on the replica gets no work
-        wait_frac/<executor>/...  share of its time that it was in each state of waiting, as last reported; of more than
-                                  32 of a side the mean, as wait_frac/<side>/...
-        time/<side>/<state>       seconds, the mean over a side's processes; they report once a second, so that a short
-                                  step may have none, and the next those of both (`observe/accounting.py` is exact)
-        judge/<term>/<count>      of judges since the step before, as their process reports it once a second
-        wasted_tokens/<cause>     sampled, or read again, and nobody is trained on them (`observe/waste.py`)
-
-    What there was none of is left out, but for wasted tokens.
+    `metrics.toml` says what the names mean. `poisoned` includes rollouts of no group. Executors report times and
+    counters once a second, so that a short step may have none, and the next those of both (`observe/accounting.py` is
+    exact). For a side with more than `MOST_NAMED` processes `wait_frac` is their mean, under the side's name. What
+    there was none of is left out, but for wasted tokens.
     """
 
     hears = (GroupScored, Published, Swapped, ReplicaLost, Counters, Wasted)
@@ -50,8 +36,7 @@ class Vitals:
     versions: dict[int, int] = field(default_factory=dict)  # replica -> version it samples from
     totals: dict[str, dict[str, float]] = field(default_factory=dict)  # executor -> state -> seconds, newest report
     told: dict[str, dict[str, float]] = field(default_factory=dict)  # the same, as of the last step that had news
-    refused: dict[str, float] = field(default_factory=dict)  # executor -> rollouts of no group so far
-    refused_before: float = 0.0
+    num_refused: float = 0.0  # rollouts of no group since the last step
     wasted: Counter[str] = field(default_factory=Counter)  # since the last step, by cause
     counted: dict[tuple[str, str], float] = field(default_factory=dict)  # (executor, counter) -> its newest value
     judged: dict[str, float] = field(default_factory=dict)  # since the last step, by counter
@@ -74,8 +59,6 @@ class Vitals:
                 self._count(news)
             case Wasted(cause=cause, tokens=tokens):
                 self.wasted[cause] += tokens
-            case _:
-                pass
 
     def _follow(self, group: GroupScored) -> None:
         if group.has_signal:
@@ -90,7 +73,7 @@ class Vitals:
         if times := {k.removeprefix(TIME_PREFIX): v for k, v in values.items() if k.startswith(TIME_PREFIX)}:
             self.totals[message.executor] = times
         if "refused_rollouts" in values:
-            self.refused[message.executor] = values["refused_rollouts"]
+            self.num_refused += self._new(message.executor, "refused_rollouts", values["refused_rollouts"])
         if RE_PREFILLED in values:
             self.wasted["re_prefilled"] += int(self._new(message.executor, RE_PREFILLED, values[RE_PREFILLED]))
         for name in [name for name in values if name.startswith(JUDGE_PREFIX)]:
@@ -104,10 +87,9 @@ class Vitals:
 
     def of_step(self, version: int) -> dict[str, float]:
         """Metrics of the step that made `version`."""
-        num_refused = sum(self.refused.values())
         metrics = {
             "groups_scored": float(len(self.scored)),
-            "poisoned": sum(group.num_poisoned for group in self.scored) + max(0.0, num_refused - self.refused_before),
+            "poisoned": sum(group.num_poisoned for group in self.scored) + self.num_refused,
         }
         if self.scored:
             num_completions = len(self.scored) * self.samples_per_group
@@ -135,7 +117,7 @@ class Vitals:
                     _add(metrics, f"{TIME_PREFIX}{side}/{state}", seconds / num_of_side[side])
         metrics |= {f"wasted_tokens/{cause}": float(self.wasted[cause]) for cause in WASTE if cause != "left"}
         metrics |= self.judged
-        self.scored, self.published, self.refused_before = [], [], num_refused
+        self.scored, self.published, self.num_refused = [], [], 0.0
         self.wasted.clear()
         self.judged = dict.fromkeys(self.judged, 0.0)
         return metrics

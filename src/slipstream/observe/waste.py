@@ -68,8 +68,6 @@ def replica_tokens(process: str, records: Iterable[Record]) -> tuple[int, Replic
                 so_far = count
             case ProcessEnd():
                 found.sampled = sampled
-            case _:
-                pass
     return int(number), found
 
 

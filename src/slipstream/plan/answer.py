@@ -17,6 +17,7 @@ from rich.text import Text
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, reason
 from slipstream.core.machine import memory_bytes, num_cores
+from slipstream.core.plain import plural
 from slipstream.core.recipes import merge, read_toml, resolve
 from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
@@ -148,7 +149,7 @@ class Answer:
     def where(self) -> str:
         """Name the devices of the plan."""
         if self.cluster is None:
-            return f"{self.plan.num_devices} core{'s' * (self.plan.num_devices > 1)} of this machine"
+            return f"{plural(self.plan.num_devices, 'core')} of this machine"
         return f"{self.cluster.num_devices} {self.cluster.device.name}, {self.cluster.device.devices_per_node} a node"
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ PREFILL_CHUNK = 512  # tokens prefilled beside a decode step (`generator.prefill
 LOGITS_AT_ONCE = MAX_LOGITS["cuda"]  # larger heads run in chunks that the backward pass computes again
 LOGIT_PASSES = 5  # reads or writes of float32 logits, from the product to a token with its logprob, or to a loss
 PAGE = 16  # tokens of a page of keys and values (`generator/paged_kv.py`)
+READ_AT_ONCE = 8  # rollouts that a rank of an executor that only reads has in a batch
 USABLE_MEMORY = 0.92  # of a device: the rest is CUDA's context, NCCL's buffers and what the allocator cannot use
 T = TypeVar("T")
 
@@ -116,7 +117,8 @@ class CostModel:
         """Return the least seconds of work on a rollout: of a layer, and of the head."""
         degree, recompute, keeps = layout.tensor_parallel, layout.recompute, layout.keeps_products
         key = ("least", degree, recompute, keeps, layout.precision, layout.head_precision, layout.expert_parallel)
-        if key not in self._known:
+
+        def least() -> tuple[float, float]:
             count = self.workload.rollouts
             alone = replace(layout, devices=degree, pipeline_parallel=1, chunks=1, context_parallel=1)
             passes = self._num_passes(layout)
@@ -124,9 +126,9 @@ class CostModel:
             head = self._head(alone, count, is_trained=True)
             # Logits of a smaller microbatch may be few enough to be kept: then two or three products of four are left.
             kept = 2 / 3 if layout.head == "float32" and degree == 1 else 1.0
-            self._known[key] = layer.without("data_parallel").total / count, kept * head.total / count
-        found: tuple[float, float] = self._known[key]
-        return found
+            return layer.without("data_parallel").total / count, kept * head.total / count
+
+        return self._once(key, least)
 
     @staticmethod
     def _num_passes(layout: TrainerLayout) -> int:
@@ -240,18 +242,19 @@ class CostModel:
         return self._full(replace(layout, slots=min(layout.slots, math.ceil(mine))), mine).total * (1 - 1e-9)
 
     def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
-        """Seconds in which the copies of `model` read the rollouts of a step once, each rank 8 at a time."""
+        """Seconds in which the copies of `model` read the rollouts of a step once."""
         one = CostModel(model, self.cluster, self.workload, self.efficiency)
         copy = TrainerLayout(
             devices=layout.devices // layout.copies,
             tensor_parallel=layout.tensor_parallel,
-            microbatch=8,
+            microbatch=READ_AT_ONCE,
             precision=layout.precision,
             recompute=False,
             head_precision=layout.precision,
         )
         readers = layout.devices / layout.tensor_parallel
-        return Parts({"score": one._passes(copy, 8, 1).total * self.workload.rollouts / 8 / readers})
+        batches = self.workload.rollouts / READ_AT_ONCE / readers
+        return Parts({"score": one._passes(copy, READ_AT_ONCE, 1).total * batches})
 
     def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts:
         """Seconds of a version's way: the trainer's `stage`, the `transfer`, the generators' `pause`.
@@ -475,14 +478,14 @@ class CostModel:
             parts["shadow"] = version or base
         return Parts(parts)
 
-    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout, *, microbatch: int = 8) -> Parts:
-        """Bytes on each device of an executor that only reads, `microbatch` rollouts at once.
+    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
+        """Bytes on each device of an executor that only reads.
 
         Frozen weights are kept in the precision of products. Of a sharded model the root is gathered while a batch is
         read, with one layer that runs, and one that comes.
         """
         counts, element = counts_of(model, layout.tensor_parallel), COMPUTED_BYTES[layout.precision]
-        tokens = microbatch * self.workload.trained_tokens
+        tokens = READ_AT_ONCE * self.workload.trained_tokens
         parts = {
             "weights": counts.params * BYTES[layout.precision] / layout.shards,
             "activations": tokens * (counts.kept_elements + model.hidden_size) * element,

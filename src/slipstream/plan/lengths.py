@@ -26,7 +26,7 @@ from slipstream.core.fields import MAX_WAIT_S
 from slipstream.core.run_log import RolloutLine, read_rollouts
 from slipstream.plan.simulated_run import GroupWork, SimulatedTurn, SimulatedWorkload
 
-P99_DEVIATIONS = 2.3263478740408408  # the deviation of the normal distribution that one in a hundred exceeds
+P99_DEVIATIONS = NormalDist().inv_cdf(0.99)  # the deviation of the normal distribution that one in a hundred exceeds
 MOST_TAIL = 14.0
 """p99 over mean, at most: a lognormal distribution reaches exp(P99_DEVIATIONS ** 2 / 2) = 14.97 before it is cut."""
 

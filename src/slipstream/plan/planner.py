@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -48,7 +48,7 @@ CLOSE = 1.02  # step times within this factor of the best one are as good
 STEPS_IN_TURNS = 6  # steps of a rehearsal without overlap: there is no pipeline that would have to fill
 SAME = 1.005  # step times whose quotient is less are the same
 MOST_DEVICES = 1 << 14  # the largest cluster that is tried in search of one that is large enough
-FREES: tuple[Frees, ...] = ("nothing", "gradients_and_activations", "optimizer_too")
+FREES: tuple[Frees, ...] = get_args(Frees)
 STEPS, LEAST_STEPS = 14, 6  # looked at: so many less the bound, as more hangs on single completions where it is small
 NEVER_WAITS = 0.01  # idle share below which the trainer limits
 SEED = 0
@@ -280,7 +280,6 @@ def plan_for_cluster(
     precisions: Sequence[Precision] = ("bfloat16",),
     max_staleness: int = 8,
     num_rows: int = 3,
-    space: Space | None = None,
     max_stages: int = MOST_STAGES,
 ) -> Plan:
     """Return the best plan for `model`'s cluster under bounds of at most `max_staleness` (1 or more) steps.
@@ -288,7 +287,7 @@ def plan_for_cluster(
     ConfigError where nothing fits, with the number of devices on which something would.
     """
     place = model.model, model.cluster, model.workload
-    space = space or default_space(*place, precisions=precisions, max_stages=max_stages)
+    space = default_space(*place, precisions=precisions, max_stages=max_stages)
     search = Search(model, space)
     tables = {bound: worth_staging(search, bound) for bound in bounds_up_to(max_staleness)}
     if not any(tables.values()):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
+from slipstream.core.plain import plural
 from slipstream.core.recipes import read_toml
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.hardware import GB
@@ -28,7 +29,7 @@ def limits(found: Found) -> Iterator[str]:
     limiting = max(sides, key=lambda name: sides[name].total)
     bound_s = found.longest_s / found.max_staleness if found.max_staleness else 0.0
     if bound_s > found.step.seconds * (1 + BALANCED):
-        steps = f"{found.max_staleness} step{'s' * (found.max_staleness != 1)}"
+        steps = plural(found.max_staleness, "step")
         yield (
             f"The staleness bound limits: a step's longest completion takes {found.longest_s:.3g} s, and within "
             f"{steps} it has to be done, so that no step is shorter than {bound_s:.3g} s; {NAMES[limiting]} would do "
@@ -93,7 +94,7 @@ def losses(search: Search, found: Found, table: Mapping[Signature, Found]) -> st
         moved = search.shifted(found, giver, taker)
         if moved is not None:
             count = devices_of(plan)[giver] - devices_of(moved.plan)[giver]
-            told = f"{count} GPU{'s' * (count > 1)} moved from {NAMES[giver]} to {NAMES[taker]}"
+            told = f"{plural(count, 'GPU')} moved from {NAMES[giver]} to {NAMES[taker]}"
             changed.append(f"{told} {_longer(moved.seconds / found.seconds)}")
     return f"Otherwise: {'; '.join(changed)}." if changed else None
 
@@ -130,7 +131,7 @@ def misfit_line(misfit: Misfit, usable_bytes: float, unit: str = "GPU") -> str:
     """Name an executor that does not fit, by how much, what takes the room, and from where on it fits."""
     largest = sorted(misfit.memory.parts.items(), key=lambda item: -item[1])[:2]
     holds = ", ".join(f"{gigabytes(nbytes)} GB {USES.get(name, name)}" for name, nbytes in largest)
-    count = f"{misfit.devices} {unit}{'s' * (misfit.devices > 1)}"
+    count = plural(misfit.devices, unit)
     where = f"on {count}" if misfit.fits_from is None else f"on {count} or fewer"
     degree = f", {misfit.tensor_parallel} of them sharing each layer" if misfit.tensor_parallel > 1 else ""
     degree += f", in {misfit.stages} stages" if misfit.stages > 1 else ""

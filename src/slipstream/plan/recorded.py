@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class RecordedRun:
 
     path: Path
     config: RunConfig
-    metrics: list[dict[str, Any]]  # of its steps
+    metrics: list[Metrics]  # of its steps
     rollouts: list[RolloutLine]
     events: list[Decision]
     timelines: dict[str, list[Record]]

@@ -74,7 +74,6 @@ class Space:
     generator_parallel: tuple[int, ...]
     microbatches: tuple[int, ...]
     slots: tuple[int, ...]
-    trainer_precisions: tuple[Precision, ...] = ("bfloat16",)
     generator_precisions: tuple[Precision, ...] = ("bfloat16",)
     recompute: tuple[bool, ...] = (False, True)
     reduce_once: tuple[bool, ...] = (False, True)
@@ -166,14 +165,10 @@ def trainer_layouts(costs: CostModel, space: Space, devices: int, degree: int) -
         place |= {"chunks": chunks, "context_parallel": context, "expert_parallel": experts}
         mine = math.ceil(costs.workload.rollouts / shards / costs.workload.minibatches)
         largest = min((size for size in space.microbatches if size >= mine), default=space.microbatches[-1])
-        for precision, size, recompute, once in itertools.product(
-            space.trainer_precisions, space.microbatches, space.recompute, space.reduce_once
-        ):
+        for size, recompute, once in itertools.product(space.microbatches, space.recompute, space.reduce_once):
             is_same = once and shards * context == 1 and False in space.reduce_once  # one rank has nothing to sum
             if size <= largest and not is_same:
-                yield TrainerLayout(
-                    **place, precision=precision, microbatch=size, recompute=recompute, reduce_once=once
-                )
+                yield TrainerLayout(**place, microbatch=size, recompute=recompute, reduce_once=once)
 
 
 def generator_layouts(space: Space, devices: int, degree: int, precision: Precision) -> Iterator[GeneratorLayout]:
@@ -557,8 +552,7 @@ class _Full:
 
     @staticmethod
     def _key(layout: TrainerLayout) -> tuple[Any, ...]:
-        place = layout.pipeline_parallel, layout.chunks, layout.context_parallel, layout.expert_parallel
-        return *place, layout.precision
+        return layout.pipeline_parallel, layout.chunks, layout.context_parallel, layout.expert_parallel
 
     def add(self, layout: Layout) -> None:
         if self._grows and isinstance(layout, TrainerLayout):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -211,20 +211,16 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
     def is_held_out(key: str) -> bool:
         return int.from_bytes(split_hash(key, seed), "little") < limit
 
-    held_out: list[Prompt] = list(next(iter(sets.values()), []))
-    for rows in (
-        ()
-        if sets
-        else _batched(
-            read_rows(settings.eval_dataset or source, settings, template=template, needed=collector.needed), _BATCH
-        )
-    ):
-        found = collector.take(rows, len(rows))
-        held_out += [prompt for key, prompt in found if settings.eval_dataset is not None or is_held_out(key)]
-        if len(held_out) >= settings.num_eval:
-            break
-    if not sets:
-        _check_num_eval(settings, settings.eval_dataset or source, len(held_out), collector)
+    if sets:
+        held_out = list(next(iter(sets.values())))
+    else:
+        held_out, data = list[Prompt](), settings.eval_dataset or source
+        for rows in _batched(read_rows(data, settings, template=template, needed=collector.needed), _BATCH):
+            found = collector.take(rows, len(rows))
+            held_out += [prompt for key, prompt in found if settings.eval_dataset is not None or is_held_out(key)]
+            if len(held_out) >= settings.num_eval:
+                break
+        _check_num_eval(settings, data, len(held_out), collector)
         held_out = held_out[: settings.num_eval]
         encoder.check(held_out)
     collector.held_out |= {prompt.prompt_id for prompt in held_out}
@@ -242,8 +238,8 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
     train, most = StreamedPrompts(batches, seed, settings.shuffle_buffer), settings.max_prompt_tokens or 0
     counts = (collector.num_candidates, collector.num_duplicates, collector.num_too_long)
     overlap = _overlap(train.prompts, held_out, sets, encoder)
-    report = PromptReport(len(train), len(held_out), *counts, overlap, most, most)
-    report = replace(report, sets={name: len(prompts) for name, prompts in sets.items()})
+    numbers = {name: len(prompts) for name, prompts in sets.items()}
+    report = PromptReport(len(train), len(held_out), *counts, overlap, most, most, sets=numbers)
     return PromptSet(train, held_out, report, {}, sets)
 
 

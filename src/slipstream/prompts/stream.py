@@ -37,9 +37,6 @@ class PromptStream:
         """The distinct prompts, unshuffled."""
         return self._prompts
 
-    def epoch(self, ordinal: int) -> int:
-        return ordinal // len(self._prompts)
-
     def prompt(self, ordinal: int) -> Prompt:
         """The prompt of group `ordinal` (>= 0)."""
         if ordinal < 0:

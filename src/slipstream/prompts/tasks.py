@@ -172,20 +172,13 @@ class TaskSource:
         try:
             return create(seed=self._next_seed, size=size, **self._task.params)
         except (TypeError, ValueError, AssertionError) as error:
+            known = _parameters(self._task.name)
+            near = (did_you_mean(name, known) for name in self._task.params.keys() - known)
             raise ConfigError(
                 f"task '{self._task.name}' does not accept its parameters: {error}",
                 got=self._task.params,
-                allowed=", ".join(_parameters(self._task.name)) or None,
-                hint=next(
-                    filter(
-                        None,
-                        (
-                            did_you_mean(name, _parameters(self._task.name))
-                            for name in self._task.params.keys() - _parameters(self._task.name)
-                        ),
-                    ),
-                    None,
-                ),
+                allowed=", ".join(known) or None,
+                hint=next(filter(None, near), None),
             ) from error
 
     def _row(self, entry: dict[str, Any]) -> PromptRow:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
+from slipstream.core.mailbox import Mailbox
 from slipstream.core.user_code import describe
 from slipstream.rewards.inline import MAX_ABANDONED
 from slipstream.rewards.logged import CURRENT, RewardLog
-from slipstream.rewards.mailbox import Mailbox
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob, RewardGroupJob
 

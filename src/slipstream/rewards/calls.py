@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
-from slipstream.core.plain import shortened, shown
+from slipstream.core.plain import plural, shortened, shown
 from slipstream.core.user_code import describe, member, module_of, place_of
 from slipstream.rewards.logged import CURRENT, RewardLog
 from slipstream.rewards.protocol import AnyJob, JobResult, Per, RewardGroupJob, RewardJob, Term
@@ -132,7 +132,7 @@ def _completion(job: RewardJob) -> str | list[dict[str, Any]]:
 
 def _numbers(rewards: Any, count: int) -> list[float | None]:
     """Return a function's result as numbers. Text is no number, also where it could be read as one."""
-    wanted = f"a list with one number or None for each of {count} completion{'s' if count > 1 else ''}"
+    wanted = f"a list with one number or None for each of {plural(count, 'completion')}"
     if isinstance(rewards, str | bytes | Mapping | Set) or not isinstance(rewards, Iterable):
         raise TypeError(f"it returned {_brief(rewards)}, not {wanted}")
     try:
@@ -140,7 +140,7 @@ def _numbers(rewards: Any, count: int) -> list[float | None]:
     except TypeError as error:  # a tensor without dimensions
         raise TypeError(f"it returned {_brief(rewards)}, not {wanted}") from error
     if len(rewards) != count:
-        raise ValueError(f"it returned {len(rewards)} rewards for {count} completion{'s' if count > 1 else ''}")
+        raise ValueError(f"it returned {len(rewards)} rewards for {plural(count, 'completion')}")
     for reward in rewards:
         if reward is not None and (isinstance(reward, str | bytes) or not isinstance(reward, SupportsFloat)):
             raise TypeError(f"it returned {_brief(reward)} as a reward, not a number or None")

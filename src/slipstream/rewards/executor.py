@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from slipstream.core.environment_section import ENVIRONMENT
 from slipstream.core.executor import Context, Executor
@@ -29,11 +28,10 @@ class Rewards(Executor):
     Consumes `completions`; emits a `Rollout` on `rollouts` for training, `EvalScored` on `events` for evaluation
     (a failed one has reward `failure_reward`). Where reward models follow, rollouts have their parts and no sum yet,
     and those for evaluation go to the models, too.
-    Constructor arguments are models, or what `model_dump` made of them, apart from `functions`: Python callables with
-    TRL's signature, which terms 'python:NAME' stand for and which run in this process; judges are asked from here, too,
-    and their scores are kept in the run's folder. Terms with per = "group" wait
-    until the `group_size` completions of a group are here, for an evaluation's one. With an `environment_weight` the
-    reward of a completion's episode is the last part. Stop: takes no more, finishes what is being scored.
+    `functions` are Python callables with TRL's signature, which terms 'python:NAME' stand for and which run in this
+    process; judges are asked from here, too, and their scores are kept in the run's folder. Terms with per = "group"
+    wait until the `group_size` completions of a group are here, for an evaluation's one. With an `environment_weight`
+    the reward of a completion's episode is the last part. Stop: takes no more, finishes what is being scored.
     """
 
     inputs = ("completions",)
@@ -41,15 +39,14 @@ class Rewards(Executor):
 
     def __init__(
         self,
-        config: RewardsConfig | Mapping[str, Any],
-        tasks: Mapping[str, TaskConfig | Mapping[str, Any]],
+        config: RewardsConfig,
+        tasks: Mapping[str, TaskConfig],
         *,
         functions: Functions | None = None,
         group_size: int = 1,
         environment_weight: float | None = None,
     ) -> None:
-        self._config = RewardsConfig.model_validate(config)
-        self._tasks = {key: TaskConfig.model_validate(task) for key, task in tasks.items()}
+        self._config, self._tasks = config, tasks
         self._functions = functions or {}
         self._group_size = group_size
         self._terms = self._config.asked

@@ -1,6 +1,6 @@
 """Reward functions: a plain table of built-ins, and the user's own by import path.
 
-A factory takes its parameters as keywords and returns a scorer, Job -> float, or None to abstain. Everything here
+A factory takes its parameters as keywords and returns a scorer, RewardJob -> float, or None to abstain. Everything here
 runs inside a worker, except `combined_reward` and the checks of names.
 """
 

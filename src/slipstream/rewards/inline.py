@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
+from slipstream.core.mailbox import Mailbox
 from slipstream.rewards.calls import Scoring, answer
-from slipstream.rewards.mailbox import Mailbox
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob
 
@@ -47,10 +47,6 @@ class CallableScorer:
         self._answers: Mailbox[tuple[_FunctionThread, ScoredJob]] = Mailbox()
         self._lanes: list[_FunctionThread] = []
         self.num_restarts = 0
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._waiting) + sum(lane.job is not None for lane in self._lanes)
 
     def submit(self, job: AnyJob) -> None:
         self._waiting.append(job)

@@ -21,7 +21,7 @@ import regex
 
 from slipstream.core.endpoint import MAX_BACKOFF_S, AttemptFailed, ChatEndpoint, RequestRefused, marked
 from slipstream.core.errors import ConfigError
-from slipstream.core.plain import shown
+from slipstream.core.plain import plural, shown
 from slipstream.core.sections import JudgeTerm, RewardsConfig
 from slipstream.core.types import Prompt
 from slipstream.rewards.awaited import NoScore, Seat
@@ -147,7 +147,7 @@ class Judge:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             if attempt == self._max_attempts or loop.time() + wait_s >= deadline_s:
                 asks = f", and asks to wait {failure.wait_s:g} s" if failure.wait_s else ""
-                tried = f"{attempt} attempt{'s' if attempt > 1 else ''} in {term.timeout_s:g} s at most"
+                tried = f"{plural(attempt, 'attempt')} in {term.timeout_s:g} s at most"
                 last = self._endpoint.clip(str(failure))
                 raise NoScore(f"{term.base_url} gave no answer ({tried}); the last time: {last}{asks}")
             await asyncio.sleep(wait_s)

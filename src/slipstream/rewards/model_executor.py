@@ -5,9 +5,8 @@ A model's score of prompt and completion is that at the completion's last token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import torch
@@ -139,16 +138,15 @@ class RewardModels(Executor):
 
     def __init__(
         self,
-        config: RewardsConfig | Mapping[str, Any],
+        config: RewardsConfig,
         *,
-        terms: Sequence[RewardTerm | Mapping[str, Any]],
+        terms: Sequence[RewardTerm],
         batching: Batching,
         microbatch_tokens: int,
         max_tokens: int,
         deadline_s: float = 120.0,
     ) -> None:
-        self._config = RewardsConfig.model_validate(config)
-        self._terms = [RewardTerm.model_validate(term) for term in terms]
+        self._config, self._terms = config, terms
         self._batching = batching
         self._microbatch_tokens, self._max_tokens, self._deadline_s = microbatch_tokens, max_tokens, deadline_s
         self._counts = {"scored": 0, "eval_scored": 0, "batches": 0}

@@ -104,11 +104,6 @@ class ScoringPool:
         for _ in range(num_workers):
             self._start()
 
-    @property
-    def num_pending(self) -> int:
-        """Jobs submitted and not yet returned by `poll`."""
-        return len(self._waiting) + sum(len(slot.jobs) for slot in self._slots) + len(self._done)
-
     def wait_ready(self) -> None:
         """Block until a worker has imported what it needs. ConfigError when the reward functions cannot be built."""
         while not any(slot.is_ready for slot in self._slots):

@@ -116,12 +116,6 @@ class Scorers:
         return Seat(term.name, score, self._config.timeout_s, self._config.max_awaited)
 
     @property
-    def isolation(self) -> frozenset[str]:
-        """The barriers around all workers; none without them."""
-        pools = [pool.isolation for pool in self._pools.values() if isinstance(pool, ScoringPool)]
-        return frozenset.intersection(*pools) if pools else frozenset()
-
-    @property
     def num_restarts(self) -> int:
         return sum(scorer.num_restarts for scorer in self._scorers)
 

@@ -1,1 +1,1 @@
-"""The stages of a run besides RL, from checkpoint to checkpoint: sft, preferences, reward_model, evaluate."""
+"""The stages of a run, from checkpoint to checkpoint: sft, preferences, dpo, reward_model, rl, evaluate."""

@@ -9,12 +9,12 @@ from typing import TypeVar
 import numpy as np
 
 from slipstream.algorithms.responses import truncate_at_token
-from slipstream.controller.pipeline import resolve_import
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import RewardsConfig
 from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Segment
+from slipstream.core.user_code import defined, imported
 from slipstream.evals.judge import EndpointJudge, Judge
 from slipstream.evals.sampling import sample_completions
 from slipstream.models.tokenizer import Tokenizer
@@ -107,18 +107,8 @@ def build_judge(config: JudgeConfig) -> Judge:
         got = f"function = {config.function!r}, base_url = {config.base_url!r}"
         raise ConfigError("a judge is a function or an endpoint", got=got, allowed="one of the two")
     if config.function is not None:
-        try:
-            found = resolve_import(config.function)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(
-                f"the judge '{config.function}' cannot be imported",
-                got=error,
-                allowed="'module:function' or 'path/to/file.py:function'",
-                hint="is it installed in this environment, or on PYTHONPATH?",
-            ) from error
-        if not callable(found):
-            raise ConfigError(f"the judge '{config.function}' is no function", got=repr(found)[:80])
-        return found
+        defined(config.function, what="judge")
+        return imported(config.function, what="judge", modules={})
     assert config.base_url is not None
     return EndpointJudge(
         base_url=config.base_url,

@@ -17,6 +17,7 @@ import msgspec
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.held_out import RIGHT_FROM
+from slipstream.core.jsonl import finite
 from slipstream.core.recipes import stage_dir
 from slipstream.core.sections import RewardModelTerm, RewardsConfig
 from slipstream.core.stage_sections import JudgeConfig
@@ -74,7 +75,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
         references = None if config.environment.is_set else _references(config.prompts.reference, prompts, tokenizer)
         reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
         gold = _scores(config, config.gold_rewards, written, references, environment_weight=_gold_weight(config))
-        proxy = _scores(config, config.rewards.model_copy(update={"terms": [], "judges": []}), written, references)
+        proxy = _scores(config, _models_alone(config.rewards), written, references)
     found: dict[str, Any] = {
         "num_prompts": len(prompts),
         "num_samples": settings.num_samples,
@@ -92,7 +93,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
         with times.span("reference"):
             samples, capacity = [sample_of(one) for one in written[moment]], config.trainer.microbatch_tokens
             drift = measure_drift(reference_policy, samples, temperature=temperature, microbatch_tokens=capacity)
-            found[moment]["drift"] = _plain(drift)
+            found[moment]["drift"] = finite(asdict(drift))
         found[moment]["lengths"] = asdict(completion_lengths(written[moment]))
         if config.environment.is_set:
             found[moment]["episodes"] = _episodes(written[moment])
@@ -138,6 +139,13 @@ def _scores(
     return {name: [next(rollouts) for _ in part] for name, part in parts.items()}
 
 
+def _models_alone(rewards: RewardsConfig) -> RewardsConfig:
+    """Return the models of `rewards` as terms of a sum, whose parts are their scores: without others, a constraint
+    would leave no sum."""
+    models = [model.model_copy(update={"at_least": None}) for model in rewards.models]
+    return rewards.model_copy(update={"terms": [], "judges": [], "models": models})
+
+
 def _gold_weight(config: RunConfig) -> float | None:
     """Return the weight of the environment's own reward in the gold score: 0 where [gold] says what that is."""
     if not config.environment.is_set:
@@ -180,7 +188,7 @@ def _gold(rollouts: Sequence[Rollout], references: Sequence[Rollout], num_sample
     ]
     if pairs:
         ours, theirs, prompts = zip(*pairs, strict=True)
-        gold |= _plain(gold_win_rate(ours, theirs, prompts))
+        gold |= finite(asdict(gold_win_rate(ours, theirs, prompts)))
     return gold
 
 
@@ -206,15 +214,4 @@ def _judged(config: JudgeConfig, completions: Sequence[Completion], references: 
         for completion in completions
     ]
     found = judge_win_rate(build_judge(config), comparisons, max_concurrency=config.max_concurrency)
-    return {name: value for name, value in _plain(found).items() if name != "judgements"}
-
-
-def _plain(found: Any) -> dict[str, Any]:
-    """Return a dataclass as tables, with null for numbers that JSON lacks."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(inner) for key, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {name: finite(value) for name, value in asdict(found).items()}
+    return {name: value for name, value in finite(asdict(found)).items() if name != "judgements"}

@@ -22,7 +22,6 @@ not change meanwhile.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from slipstream.core.jsonl import cut_jsonl
 from slipstream.core.run_log import DecisionHead, MetricsHead, RolloutFate
 from slipstream.core.saved import saved_partials
 from slipstream.core.unfinished_messages import Unfinished
+from slipstream.observe.attempts import attempt_folders
 from slipstream.trainer.checkpoint_folder import Found, settle
 
 FILES = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "tokens.jsonl", "alarms.jsonl", "ledger.jsonl")
@@ -84,8 +84,9 @@ def set_aside(run_dir: Path) -> Path:
 
     The run has not come to the end that the summary tells of.
     """
-    numbers = [int(found[1]) for path in run_dir.iterdir() if (found := re.fullmatch(r"attempt_(\d+)", path.name))]
-    attempt = run_dir / f"attempt_{max(numbers, default=0) + 1}"
+    earlier = attempt_folders(run_dir)
+    last = int(earlier[-1].name.removeprefix("attempt_")) if earlier else 0
+    attempt = run_dir / f"attempt_{last + 1}"
     for stale in run_dir.glob(".attempt_*.partial"):
         shutil.rmtree(stale)
     partial = run_dir / f".{attempt.name}.partial"

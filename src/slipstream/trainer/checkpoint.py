@@ -178,7 +178,7 @@ class Checkpoints:
         """
         self._finish(self._timeout_s)
         updates = {name: optimizer.num_updates for name, (_, optimizer) in trained.items()}
-        state = {"step": step, "num_updates": updates.get(POLICY, 0), "updates": updates, "extra": dict(extra or {})}
+        state = {"step": step, "updates": updates, "extra": dict(extra or {})}
         mine, generators = self._own_boxes(trained_shards(trained)), random_state()  # this thread's generators
         is_cuda = any(view.is_cuda for view in mine.values())
         is_at_once = self._group.world == 1 and not is_cuda
@@ -257,13 +257,12 @@ class Checkpoints:
         index = index_of({held: self._first_rank + rank for held, rank in self._givers.items()})
         if part is not None:
             index, state = _with_part(part(path, self._timeout_s), partial, files, index, state)
-        num_ranks = len(files)
         for name, content in ((INDEX, index), ("state.json", state)):
             file = partial / name
             file.write_text(json.dumps(content))
             sync(file)
             files[name] = {"bytes": file.stat().st_size, "crc32": crc32(file)}
-        manifest = {"format": FORMAT, "step": state["step"], "ranks": num_ranks, "files": files}
+        manifest = {"format": FORMAT, "step": state["step"], "files": files}
         publish(partial, path, manifest, keep=keep)
 
     def _agreed(self, what: str, attempt: Callable[[], T]) -> T:
@@ -420,9 +419,8 @@ def policy_shapes(
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (found, expected) of the policy's tensors in checkpoint `path` that a model of `config` has otherwise.
 
-    Of one with the adapters of `lora` these are the tensors of a checkpoint.
-
-    () stands for a tensor that is not there. CheckpointError where the checkpoint's index cannot be read.
+    Where `lora` gives the model adapters, a checkpoint holds their tensors alone. () stands for a tensor that is not
+    there. CheckpointError where the checkpoint's index cannot be read.
     """
     with torch.device("meta"):
         model = Transformer(config)

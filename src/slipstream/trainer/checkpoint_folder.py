@@ -173,24 +173,22 @@ def verify_file(path: Path, name: str, expected: FileEntry) -> None:
         raise CheckpointError(f"checkpoint {path} is torn: {name} is damaged", got=found, allowed=expected)
 
 
-def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest whole checkpoints under `root` (and torn older ones); return the deleted ones.
+def prune_checkpoints(root: Path, *, keep: int) -> None:
+    """Delete all but the `keep` newest whole checkpoints under `root`, and torn older ones.
 
     Here a checkpoint counts as whole if its files have the sizes of its manifest: nothing is read again at every save.
     """
-    kept, removed = 0, []
+    kept = 0
     for path in newest_first(root):
         if kept < keep:
             kept += _looks_whole(path)
         else:
             remove_tree(path)
-            removed.append(path)
     left = [path.name for path in newest_first(root)]
     for path in root.glob(f"{PREFIX}*.rollouts"):
         step = path.name.removesuffix(".rollouts")  # `core.saved.rollouts_dir`
         if step not in left and _number(step) < _number(left[0]):  # a newer one's checkpoint is being written
             remove_tree(path)
-    return removed
 
 
 def _number(name: str) -> int:

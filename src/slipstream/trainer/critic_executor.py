@@ -36,7 +36,7 @@ from slipstream.core.service_messages import Ready
 from slipstream.core.types import Message, Stop
 from slipstream.models.build import build_tokenizer
 from slipstream.models.device import scoring_device, take_share
-from slipstream.models.sharded import Division, build_sharded_policy, read_weights
+from slipstream.models.sharded import Division, build_sharded_policy, read_shard
 from slipstream.models.turns import read_in_turns
 from slipstream.trainer.checkpoint import CRITIC, Checkpoints, Trained
 from slipstream.trainer.critic import Critic
@@ -127,7 +127,7 @@ class CriticModel(Executor):
         plain = replace(self._division, precision="float32")  # without a copy, which would outlive it
         policy = build_sharded_policy(config.model, plain, seed=config.seed, tokenizer=tokenizer)
         if start is not None:
-            read_weights(policy, start)
+            read_shard(policy, start)
         self._critic = Critic(config, policy, self._division)
         del policy  # before there are moments
         trained = {CRITIC: self.trained}

@@ -87,6 +87,4 @@ def _by_group(rollouts: Sequence[Rollout] | chain[Rollout]) -> list[Group]:
 
 
 def _rollouts_in(payload: bytes) -> list[Rollout]:
-    message = wire.decode(payload, (Shares,))
-    assert isinstance(message, Shares)
-    return [rollout for group in message.groups for rollout in group.rollouts]
+    return [rollout for group in wire.decode_one(payload, Shares).groups for rollout in group.rollouts]

@@ -20,7 +20,7 @@ from slipstream.core.packed import Batching, TrainSequence
 from slipstream.core.stage_sections import DpoConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.transformer import Transformer
-from slipstream.trainer.measure import measure, microbatch_logprobs, reads_logprobs, with_columns
+from slipstream.trainer.measure import LogprobReader, measure, microbatch_logprobs, with_columns
 from slipstream.trainer.optim import AdamW, require_finite_loss
 from slipstream.trainer.reward_model import Preference, share_in_order, shuffled_batches
 
@@ -79,7 +79,7 @@ def preference_data(
 
         def with_reference(some: Sequence[TrainSequence]) -> list[TrainSequence]:
             columns = measure(
-                reads_logprobs(reference, TEMPERATURE), some, microbatch_tokens=microbatch_tokens, batching=batching
+                LogprobReader(reference, TEMPERATURE), some, microbatch_tokens=microbatch_tokens, batching=batching
             )
             return [with_columns(one, reference_logprobs=columns[one.key]) for one in some]
 
@@ -216,7 +216,7 @@ def _reference_kl(
     if not mismatched:
         return torch.zeros((), dtype=torch.float64)
     columns = measure(
-        reads_logprobs(model, TEMPERATURE), mismatched, microbatch_tokens=microbatch_tokens, batching=batching
+        LogprobReader(model, TEMPERATURE), mismatched, microbatch_tokens=microbatch_tokens, batching=batching
     )
     sums = [float((columns[one.key] - _known(one)).sum(dtype=np.float64)) for one in mismatched]
     return mismatched_kl(torch.tensor(sums, dtype=torch.float64))
@@ -290,7 +290,7 @@ def measure_preferences(
     loss = preference_loss(config)
     reading: dict[str, Any] = {"microbatch_tokens": microbatch_tokens, "batching": batching}
     sequences = [sequence for members in data.sequences for sequence in members]
-    columns = measure(reads_logprobs(model, TEMPERATURE), sequences, **reading)
+    columns = measure(LogprobReader(model, TEMPERATURE), sequences, **reading)
     known = [_known(one) for one in sequences] if "reference_logprobs" in loss.requires else []
     logprobs = torch.from_numpy(np.concatenate([columns[one.key] for one in sequences]))
     labels = data.is_desirable([one.key for one in sequences], logprobs.device)

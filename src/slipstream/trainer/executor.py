@@ -236,7 +236,7 @@ class Trainer(Executor):
         if config.kl.executor == "trainer":
             self.reference = self.policy.reference(path)
             if config.kl.sync_every is not None:
-                self.following = self.policy.follower(self.reference)
+                self.following = FollowingReference(self.reference, self.policy.division)
 
     def _choose_logits(self, before: int | None = None) -> None:
         """Say on a GPU how many logits are held at once, by what is free beside all models that are there now."""

@@ -126,9 +126,7 @@ class RolloutInbox:
         if self._peers.world == 1:
             return groups
         payload = wire.encode(Shares(groups=tuple(groups))) if self._peers.is_leader else b""
-        shares = wire.decode(self._peers.broadcast(payload), (Shares,))
-        assert isinstance(shares, Shares)
-        return list(shares.groups)
+        return list(wire.decode_one(self._peers.broadcast(payload), Shares).groups)
 
     # Checkpoints
 
@@ -157,7 +155,7 @@ class RolloutInbox:
             log.warning("%s", note)
         if self._data_ranks.world > 1:
             parts = self._data_ranks.gather(wire.encode(Arrived(heads=tuple(heads))))
-            heads = [head for part in parts for head in _heads_in(part)]
+            heads = [head for part in parts for head in wire.decode_one(part, Arrived).heads]
         if self._ranks.is_leader:
             self._restored = heads
 
@@ -199,9 +197,3 @@ def group_scored(group: ScoredGroup, config: RunConfig) -> GroupScored:
         num_poisoned=sum(failure.startswith(POISONED) for failure in failures),
         failure=next(iter(failures), None),
     )
-
-
-def _heads_in(payload: bytes) -> Sequence[RolloutHead]:
-    message = wire.decode(payload, (Arrived,))
-    assert isinstance(message, Arrived)
-    return message.heads

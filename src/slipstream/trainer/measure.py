@@ -102,10 +102,10 @@ def measured_columns(
     its own sequences.
     """
     config = step.config
-    of_policy: Read = reads_logprobs(model, config.logprob_temperature, replays=True)
+    of_policy: Read = LogprobReader(model, config.logprob_temperature, replays=True)
     readers: dict[str, Read] = {
         "behaviour_logprobs": of_policy,  # at staleness 0, the only case
-        "reference_logprobs": reads_logprobs(auxiliary.reference, config.logprob_temperature),
+        "reference_logprobs": LogprobReader(auxiliary.reference, config.logprob_temperature),
         "proximal_logprobs": of_policy,
         "values": partial(_values, model, auxiliary.critic),
     }
@@ -130,9 +130,10 @@ def measured_columns(
 
 @dataclass(frozen=True)
 class LogprobReader:
-    """A `Read` of the logprobs of a microbatch's targets under `model`; `replays`: `at_targets`.
+    """A `Read` of the logprobs of a microbatch's targets under a model; `replays`: `at_targets`.
 
-    A model in pipeline stages reads all microbatches on their way through these, and none alone.
+    `given` is the model, None where the config needs none and nothing is read. A model in pipeline stages reads all
+    microbatches on their way through these, and none alone.
     """
 
     given: Transformer | None
@@ -149,11 +150,6 @@ class LogprobReader:
 
     def at_states(self, microbatch: PackedMicrobatch, states: Tensor) -> Tensor:
         return microbatch_logprobs(self.model, microbatch, temperature=self.temperature, states=states)[0]
-
-
-def reads_logprobs(model: Transformer | None, temperature: float, *, replays: bool = False) -> LogprobReader:
-    """Return what reads logprobs under `model`, which a config may not need."""
-    return LogprobReader(model, temperature, replays)
 
 
 def _values(model: Transformer, critic: Critic | None, microbatch: PackedMicrobatch) -> Tensor:
@@ -194,7 +190,7 @@ def probed(model: Transformer, tokens: np.ndarray, batching: Batching) -> np.nda
     if model.passes is None:
         return probe_logprobs(model, tokens)
     sequence = TrainSequence.read_only((0, 0), tokens, np.arange(len(tokens)) > 0)
-    columns = measure(reads_logprobs(model, 1.0), [sequence], microbatch_tokens=len(tokens), batching=batching)
+    columns = measure(LogprobReader(model, 1.0), [sequence], microbatch_tokens=len(tokens), batching=batching)
     return columns[sequence.key]
 
 

@@ -78,11 +78,12 @@ def published_names(
     }
     if "value_loss" not in metrics:  # nothing was trained
         return published
+    if "ratio_squared" in metrics and "ratio" in metrics:  # a loss of one's own may have no metrics
+        published["ppo/val/ratio_var"] = metrics["ratio_squared"] - metrics["ratio"] ** 2
     return published | {
         "ppo/loss/total": metrics["loss"] + value_coef * metrics["value_loss"],
         "ppo/returns/var": metrics["return_squared"] - metrics["return"] ** 2,
         "ppo/val/var": metrics["value_before_std"] ** 2,
-        "ppo/val/ratio_var": metrics["ratio_squared"] - metrics["ratio"] ** 2,
         "ppo/val/advantage_var": metrics["advantage_std"] ** 2,
     }
 

@@ -40,7 +40,6 @@ from slipstream.models.tensor_parallel import whole_config
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.checkpoint import POLICY, AwaitedPart, Checkpoints, LoadedCheckpoint, Saved, Trained
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.optim import AdamW
 
 
@@ -158,10 +157,6 @@ class Policy:
         config = config.model_copy(update={"path": config.path if path is None else path, "lora": LoraConfig()})
         model = build_sharded_policy(config, self.division, seed=self._config.seed, tokenizer=self.tokenizer)
         return model.requires_grad_(False)
-
-    def follower(self, model: Transformer) -> FollowingReference:
-        """Return what moves `model`, a reference of these shapes, after the policy."""
-        return FollowingReference(model, self.division)
 
     def offer_to(self, publisher: WeightsPublisher) -> None:
         """Let `publisher` publish these weights from now on."""

@@ -24,7 +24,7 @@ from slipstream.models.sharded import Division, build_frozen
 from slipstream.models.transformer import Transformer
 from slipstream.models.turns import collated, read_in_turns
 from slipstream.trainer.batch import train_sequence
-from slipstream.trainer.measure import follows_warm_start, per_sequence, reads_logprobs, reference_path
+from slipstream.trainer.measure import LogprobReader, follows_warm_start, per_sequence, reference_path
 from slipstream.trainer.station import Station
 
 
@@ -105,7 +105,7 @@ def reference_logprobs(
         replace(train_sequence(rollout.completion), key=(rollout.ordinal, index))
         for index, rollout in enumerate(rollouts)
     ]
-    read = reads_logprobs(model, config.logprob_temperature)
+    read = LogprobReader(model, config.logprob_temperature)
     microbatches = collated(batching, sequences, config.trainer.microbatch_tokens)
     columns = {sequence.key: np.zeros(0, dtype=np.float32) for sequence in sequences}
     found = read_in_turns(model, microbatches, lambda one: (read(one).float(),), ranks)

@@ -263,16 +263,6 @@ def preference_accuracy(
     return _accuracy(scores.reshape(-1, num_candidates), preferences)
 
 
-@dataclass(frozen=True)
-class Normalisation:
-    """Mean and standard deviation of the scores under gain 1 and bias 0, and the gain and bias that were set."""
-
-    mean: float
-    std: float
-    gain: float
-    bias: float
-
-
 def normalise(
     model: ScalarModel,
     samples: Sequence[Sample],
@@ -282,7 +272,7 @@ def normalise(
     unbiased: bool = False,
     microbatch_tokens: int,
     batching: Batching,
-) -> Normalisation:
+) -> None:
     """Set the model's gain and bias so that `samples` score with `target_mean` and `target_std`.
 
         gain = target_std / std,   bias = target_mean - gain * mean,   of the scores under gain 1 and bias 0
@@ -306,11 +296,9 @@ def normalise(
         hint = "a head that starts at zero, or samples that are all equal? take head_init = 'reward'"
         raise ConfigError(what, got=f"{mean:g} for {len(samples)} samples", hint=hint)
     gain = target_std / std
-    found = Normalisation(mean, std, gain, bias=target_mean - gain * mean)
     with torch.no_grad():
-        model.gain.fill_(found.gain)
-        model.bias.fill_(found.bias)
-    return found
+        model.gain.fill_(gain)
+        model.bias.fill_(target_mean - gain * mean)
 
 
 def normalise_on_references(

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the warm start before RL, over the same packed path."""
+"""Supervised fine-tuning over the same packed path: the warm start before RL, and the stage `sft`."""
 
 from __future__ import annotations
 
@@ -151,12 +151,5 @@ def _sequence(index: int, prompt: np.ndarray, completion: np.ndarray) -> TrainSe
         raise ShapeError(
             f"demonstration {index} is empty", got=f"{len(prompt)} prompt and {len(completion)} completion tokens"
         )
-    length = len(prompt) + len(completion)
-    return TrainSequence(
-        key=(index, 0),
-        tokens=np.concatenate([prompt, completion]).astype(np.int32),
-        mask=np.arange(length) >= len(prompt),
-        behaviour_logprobs=np.zeros(length, dtype=np.float32),
-        advantages=np.zeros(length, dtype=np.float32),
-        versions=np.full(length, -1, dtype=np.int32),
-    )
+    tokens = np.concatenate([prompt, completion])
+    return TrainSequence.read_only((index, 0), tokens, np.arange(len(tokens)) >= len(prompt))

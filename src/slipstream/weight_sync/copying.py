@@ -2,7 +2,7 @@
 
 `HostMemory` is here, `DeviceMemory` of GPUs in `device_memory.py`; `Memory` is what both can do.
 
-A version's bytes have one checksum per block of `BLOCK_BYTES`, so that whoever reads only a part can verify what it
+A version's bytes have one checksum per block of `BLOCK_BYTES`, so that a reader of a part can verify what it
 read. numpy and xxhash release the GIL and use this thread only: torch's copy would start a second team of threads,
 which takes the cores from decoding. xxh3 runs at memory speed where zlib.crc32 does 1-3 GB/s.
 """

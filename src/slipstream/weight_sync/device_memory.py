@@ -129,7 +129,7 @@ class DeviceMemory(Memory):
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Behind all that the caller has queued: whoever had the memory of its tensors before may be reading that still."""
+    """Behind all that the caller has queued: the former owner of its tensors' memory may be reading that still."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream

@@ -176,9 +176,9 @@ def plan_of(told: Sequence[bytes], mine: LinkMember, rank: int, num_sources: int
     Raises WeightSyncError for what no rank would have told, and for a plan that reaches beyond this rank's bytes.
     """
     try:
-        members = [mine if of == rank else wire.decode(content, (LinkMember,)) for of, content in enumerate(told)]
-        holdings = [m.holding for m in members if isinstance(m, LinkMember)]
-        places = [Place(m.host, m.device) for m in members if isinstance(m, LinkMember)]
+        members = [mine if of == rank else wire.decode_one(content, LinkMember) for of, content in enumerate(told)]
+        holdings = [m.holding for m in members]
+        places = [Place(m.host, m.device) for m in members]
         plan = make_plan(
             holdings[:num_sources],
             holdings[num_sources:],

@@ -105,7 +105,7 @@ class PublishStats:
 
 
 class Publisher:
-    """Implements `core.executor.WeightsPublisher`: offers go out on `offers`, `releases` brings these and requests.
+    """Implements `core.weights.WeightsPublisher`: offers go out on `offers`, `releases` brings these and requests.
 
     `num_slots` versions may be in transit. One that finds no free slot is skipped and counted; it is written to a slot
     more that nobody reads, and offered as soon as a reader releases one, unless a newer one has come by then. A reader
@@ -193,7 +193,7 @@ class Publisher:
     def withdraw(self) -> bool:
         """Say that the live weights are about to change; False where somebody still reads the version that is in them.
 
-        Whoever comes back from here on waits for the next version.
+        A reader that comes back from here on waits for the next version.
         """
         if self._in_place:
             self._take_messages()
@@ -356,7 +356,7 @@ class Publisher:
         """Once all ranks of a replica have asked, or one has lost their link: link it, and offer again what it may
         have lost.
 
-        The first time it has lost nothing: whoever was there from the start finds every offer in its channel.
+        The first time nothing is lost: a replica that was there from the start finds every offer in its channel.
         """
         if message.in_host_memory:
             if self._relay is not None:

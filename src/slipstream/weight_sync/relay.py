@@ -1,8 +1,8 @@
 """Where a link's source takes a version from: slots that were published, or what a replica is just being sent.
 
 A replica that hands a version on (`tree.py`) sends each bucket as soon as that has landed, out of the buffer in which
-it decodes with the version later. The buffer is written again two versions later; whoever still reads it then finds
-the version gone, and gets a newer one.
+it decodes with the version later. The buffer is written again two versions later; a reader that still needs it then
+finds the version gone, and gets a newer one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Source(Protocol):
 
     @property
     def num_arrivals(self) -> int:
-        """Grows with every piece that lands: whoever waits sees that the source is getting something."""
+        """Grows with every piece that lands, so that a waiting sender sees progress."""
         ...
 
     def wait(self, version: int, slot: int, extent: Extent, timeout_s: float, /) -> Availability:

@@ -99,7 +99,7 @@ def make_plan(
     names = _Names(destinations)
     held, wanted = names.boxes(sources, is_source=True), names.boxes(destinations, is_source=False)
     held = _disjoint(held)
-    unique, holders_of, first_holder = _distinct(held)
+    unique, first_holder = _distinct(held)
     box, destination = _meet(unique, wanted, names)
     pieces = _pieces(unique, wanted, box, destination, names)
     is_shared = np.diff(first_holder)[box] > 1
@@ -107,9 +107,7 @@ def make_plan(
     source_places = source_places or [Place()] * len(sources)
     destination_places = destination_places or [Place()] * len(destinations)
     distances = np.array([[s.distance(d) for d in destination_places] for s in source_places], np.int64)
-    chosen = _choose(
-        pieces.sizes(), box, wanted.rank[destination], held.rank, holders_of, first_holder, distances, rotation
-    )
+    chosen = _choose(pieces.sizes(), box, wanted.rank[destination], held.rank, first_holder, distances, rotation)
     return ReshardPlan(len(sources), len(destinations), _copies(pieces, held, chosen, wanted, destination, names))
 
 
@@ -251,15 +249,15 @@ def _within_runs(counts: Array) -> Array:
     return within
 
 
-def _distinct(held: _Boxes) -> tuple[_Boxes, Array, Array]:
-    """(boxes without repetitions, holders, firsts): box n is held as holders[firsts[n] : firsts[n + 1]] of `held`."""
+def _distinct(held: _Boxes) -> tuple[_Boxes, Array]:
+    """(boxes without repetitions, firsts): box n is held as entries firsts[n] : firsts[n + 1] of `held`."""
     is_new = np.ones(len(held.tensor), bool)
     if len(is_new) > 1:
         is_new[1:] = (held.tensor[1:] != held.tensor[:-1]) | (
             (held.start[1:] != held.start[:-1]) | (held.stop[1:] != held.stop[:-1])
         ).any(1)
     firsts = np.append(np.flatnonzero(is_new), len(is_new))
-    return held.take(firsts[:-1]), np.arange(len(is_new)), firsts
+    return held.take(firsts[:-1]), firsts
 
 
 def _meet(unique: _Boxes, wanted: _Boxes, names: _Names) -> tuple[Array, Array]:
@@ -324,14 +322,13 @@ def _choose(
     box: Array,
     destination_rank: Array,
     holder_rank: Array,
-    holders: Array,
     firsts: Array,
     distances: Array,
     rotation: int,
 ) -> Array:
     """int64 [N]: which entry of the held boxes sends each piece. Largest first, to whom has least to send."""
     counts = firsts[box + 1] - firsts[box]
-    chosen = holders[firsts[box]].copy()
+    chosen = firsts[box]
     num_sources = len(distances)
     single = counts == 1
     load = np.bincount(holder_rank[chosen[single]], sizes[single], num_sources).astype(np.int64).tolist()

@@ -70,7 +70,7 @@ class SegmentSlots:
             raise WeightSyncError("this is not a weight segment", got=f"{path}, {len(self._map)} bytes")
         self.holding = None
         if holding_bytes:
-            self.holding = decode_holding(self._map[_PAGE_BYTES : _PAGE_BYTES + holding_bytes])
+            self.holding = wire.decode_one(self._map[_PAGE_BYTES : _PAGE_BYTES + holding_bytes], Holding)
         start = _PAGE_BYTES + holding_bytes
         self.handle = self._map[start : start + handle_bytes]
         self._unreserved = {self.num_slots - 1} if is_owner and self.num_slots > 1 and not handle_bytes else set()
@@ -222,13 +222,6 @@ class SharedMemory:
         if not path.name.startswith(self._prefix):
             raise WeightSyncError("this segment belongs to another run", got=name, allowed=f"{self._prefix}*")
         return SegmentSlots(path, is_owner=False)
-
-
-def decode_holding(encoded: bytes) -> Holding:
-    """Raises ChannelError for what is none."""
-    holding = wire.decode(encoded, (Holding,))
-    assert isinstance(holding, Holding)
-    return holding
 
 
 def _allocate(path: Path, places: _Places) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.peer_messages import Holding
 from slipstream.core.weights import SlotPlace
-from slipstream.weight_sync.copying import HOST, Checksums, Memory, num_blocks
+from slipstream.weight_sync.copying import Checksums, Memory
 
 
 class VersionGoneError(WeightSyncError):
@@ -73,36 +72,3 @@ class Transport(Protocol):
     def create(self, num_bytes: int, num_slots: int, holding: Holding | None = None) -> Slots: ...
 
     def attach(self, name: str) -> Slots: ...
-
-
-class MemorySlots:
-    """Plain memory of this process."""
-
-    def __init__(
-        self, name: str, num_bytes: int, num_slots: int, holding: Holding | None = None, memory: Memory = HOST
-    ) -> None:
-        self.name, self.num_bytes, self.num_slots, self.holding = name, num_bytes, num_slots, holding
-        self._data = [memory.empty(num_bytes).zero_() for _ in range(num_slots)]
-        self._checksums = [np.zeros(num_blocks(num_bytes), np.uint64) for _ in range(num_slots)]
-        self._commits: list[Commit | None] = [None] * num_slots
-
-    def data(self, slot: int) -> torch.Tensor:
-        return self._data[slot]
-
-    def checksums(self, slot: int) -> Checksums:
-        return self._checksums[slot]
-
-    def invalidate(self, slot: int) -> None:
-        self._commits[slot] = None
-
-    def commit(self, slot: int, commit: Commit) -> None:
-        self._commits[slot] = commit
-
-    def committed(self, slot: int) -> Commit | None:
-        return self._commits[slot]
-
-    def place(self, slot: int) -> SlotPlace:
-        raise WeightSyncError(f"slot {slot} lies in memory of one process", hint="`SharedMemory` is for several")
-
-    def close(self) -> None:
-        """Nothing to release: the memory goes with its last user."""

@@ -82,7 +82,7 @@ class Staging:
 
 
 class Subscriber:
-    """Implements `core.executor.WeightsSubscriber`: offers come in on `offers`, releases go out on `releases`.
+    """Implements `core.weights.WeightsSubscriber`: offers come in on `offers`, releases go out on `releases`.
 
     Two buffers: the live one and a shadow; or one, where no live weights are read from it (`FlatWeights.reads_flat`).
     Only staging writes the shadow, and only `commit` exchanges the two, so live weights are never written. Only the

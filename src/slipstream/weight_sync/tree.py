@@ -2,7 +2,7 @@
 
 A trainer that feeds every replica itself sends each version as often as there are replicas on other machines, and its
 network is the first thing to be full. So a replica is fed by one on its own machine, if there is one: nothing crosses
-the network. Else by whoever's machine has the fewest copies to send, the trainer before others. Then no machine sends
+the network. Else by the machine with the fewest copies to send, the trainer's before others. Then no machine sends
 or receives more than one copy of a version, as in a broadcast through all of them; but each replica still has a link of
 its own, which may break alone. (A replica whose link to its feeder broke avoids that one until it has been away: then
 there may be more copies.)
@@ -11,7 +11,7 @@ there may be more copies.)
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 TRAINER = -1
@@ -63,8 +63,7 @@ class FeedingTree:
         self._avoided = {pair for pair in self._avoided if replica not in pair}
         orphans = sorted(child for child, fed in self._fed.items() if fed.parent == replica)
         for child in orphans:
-            fed = self._fed[child]
-            self._fed[child] = _Fed(fed.host, fed.world, TRAINER)  # its last parent is no fault of its own
+            self._fed[child] = replace(self._fed[child], parent=TRAINER)  # its last parent is no fault of its own
         return orphans
 
     def host(self, replica: int) -> str:

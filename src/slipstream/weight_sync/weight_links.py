@@ -1,8 +1,8 @@
 """Links between the ranks that have versions and those of one generator replica: between machines, point to point.
 
-A link is a process group of its own over c10d's store: sources first, then the replica's ranks. Nobody else is in it,
-so a replica that dies or hangs breaks its own link only; a new one is made under the next epoch's name. Both ends put
-what they hold into the store, plan alike (`resharding.py`) and compare the plans' hashes before the first byte. The
+A link is a process group of its own over c10d's store: sources first, then the replica's ranks. No other process is in
+it, so a replica that dies or hangs breaks its own link only; a new one is made under the next epoch's name. Both ends
+put what they hold into the store, plan alike (`resharding.py`) and compare the plans' hashes before the first byte. The
 sources are the trainer's ranks, or those of a replica that hands on what it gets (`tree.py`).
 
 A receiver pulls: it asks one source after the other, in the plan's rounds, for a version that was offered. For each

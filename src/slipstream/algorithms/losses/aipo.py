@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.losses.spec import LossInputs, clip_metrics, off_policy_metrics
+from slipstream.algorithms.losses.spec import LossInputs, clip_metrics, off_policy_metrics, sequence_ratio_metrics
 from slipstream.algorithms.ratios import (
     clipped_surrogate,
     drop_above,
@@ -34,13 +34,13 @@ def aipo_loss(
     Identity: max_ratio = inf and behaviour = policy give REINFORCE; max_ratio = inf and PPO's epsilons, PPO's gradient.
     """
     policy, advantages = inputs.need("policy_logprobs"), inputs.need("advantages")
-    ratios = _ratios_at(level, inputs)
+    ratios, of_sequences = _ratios_at(level, inputs)
     is_above = ratios > max_ratio
     surrogate = clipped_surrogate(ratios, advantages, eps_low=eps_low, eps_high=eps_high)
     is_clipped = surrogate.is_low | surrogate.is_high
     limited = drop_above(ratios, max_ratio) if mode == "mask" else truncate(ratios, max_ratio)
     weights = torch.where(is_clipped, 0.0, limited)
-    metrics = off_policy_metrics(inputs) | clip_metrics(surrogate, inputs.mask)
+    metrics = off_policy_metrics(inputs) | of_sequences | clip_metrics(surrogate, inputs.mask)
     metrics["clipped_frac"] = masked_share(is_above | is_clipped, inputs.mask)
     return -inputs.average(weights * advantages * policy), metrics
 
@@ -58,10 +58,10 @@ def aipo_masked_loss(inputs: LossInputs, *, max_ratio: float) -> tuple[Tensor, M
 
 
 @torch.no_grad()
-def _ratios_at(level: str, inputs: LossInputs) -> Tensor:
-    """Return the ratio that weighs each token, [T]: its own, or its sequence's."""
+def _ratios_at(level: str, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """Return the ratio that weighs each token, [T]: its own, or its sequence's, with metrics of those."""
     policy, behaviour = inputs.need("policy_logprobs"), inputs.need("behaviour_logprobs")
     if level == "token":
-        return token_ratios(policy, behaviour, inputs.mask)
-    of_sequences = sequence_ratios if level == "sequence" else geometric_ratios
-    return of_sequences(policy, behaviour, *inputs.segments)[inputs.segment_ids]
+        return token_ratios(policy, behaviour, inputs.mask), {}
+    ratios = (sequence_ratios if level == "sequence" else geometric_ratios)(policy, behaviour, *inputs.segments)
+    return ratios[inputs.segment_ids], sequence_ratio_metrics(ratios)

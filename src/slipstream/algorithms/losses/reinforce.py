@@ -14,7 +14,7 @@ def reinforce_loss(inputs: LossInputs) -> tuple[Tensor, Metrics]:
         L = -(1/num_tokens) * sum_t mask_t * A_t * policy_t
 
     Williams (1992); token normalisation by default, others by `reduction`. Unbiased only on-policy.
-    Identity: A = 1 gives `sft_loss`.
+    Identity: A = 1 gives maximum likelihood, as in supervised fine-tuning.
     """
     loss = -inputs.average(inputs.need("advantages") * inputs.need("policy_logprobs"))
     return loss, off_policy_metrics(inputs)

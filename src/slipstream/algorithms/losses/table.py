@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Unit = Literal["token", "sequence", "pair", "choice"]
 Atom = Literal["sequence", "pair", "choice"]
 Select = Literal["all", "best", "best_and_worst"]
-Kind = Literal["policy", "value", "supervised", "reward_model", "preference"]
+Kind = Literal["policy", "value", "reward_model", "preference"]
 InputName = Literal[
     "policy_logprobs",
     "advantages",
@@ -176,7 +176,6 @@ LOSSES: dict[str, Loss] = {
         choices={"weight": ("none", "prefix")},
     ),
     "value": Loss("value.value_loss", "token", ("values", "anchor_values", "returns"), {"clip": 0.2}, kind="value"),
-    "sft": Loss("sft.sft_loss", "token", ("policy_logprobs",), kind="supervised"),
     "bradley_terry": Loss("bradley_terry.bradley_terry_loss", "pair", ("scores",), kind="reward_model"),
     "choice": Loss("choice.choice_loss", "choice", ("scores", "labels"), {"num_candidates": 4}, kind="reward_model"),
     "rating": Loss("rating.rating_loss", "sequence", ("scores", "ratings"), kind="reward_model"),

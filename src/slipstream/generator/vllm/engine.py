@@ -87,12 +87,6 @@ class VLLMEngine:
         is_empty: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        if kv_on_update == "recompute_if_older_than":
-            raise ConfigError(
-                "vLLM keeps all of its cache or none",
-                got="kv_on_update = 'recompute_if_older_than'",
-                allowed="'keep' or 'recompute'",
-            )
         self.version = 0
         self.max_len = max_len
         self.num_restarts = 0
@@ -143,8 +137,6 @@ class VLLMEngine:
         """Queue `requests` in this order; resumed ones go before everything that has not started."""
         for request in requests:
             check_request(request, max_len=self.max_len)
-            if request.keep_sets:
-                raise ConfigError("vLLM does not report the sets that tokens are drawn from", got="keep_sets")
         for request in requests:
             self._contexts.begin(request)
             self._table.bound_to(request)
@@ -284,18 +276,14 @@ class VLLMEngine:
             raise self._lost
         while not self._is_ready:
             try:
-                self._started(self._worker.wait_for(protocol.Started, "vLLM to start", self._deadlines.start_s))
+                self._worker.wait_for(protocol.Started, "vLLM to start", self._deadlines.start_s)
+                self._started()
             except (ExecutorDied, ChannelTimeout) as error:
                 self._replace(error)
 
     @property
     def pid(self) -> int:
         return self._worker.pid
-
-    @property
-    def features(self) -> Mapping[str, bool]:
-        """The features that this vLLM offers; see `worker.features_of`."""
-        return self._features
 
     def has_work(self) -> bool:
         """Whether `step` would do anything now."""
@@ -385,7 +373,7 @@ class VLLMEngine:
                         if delta.push != refused:
                             self._take(delta)
                 case protocol.Started() if not self._is_ready:
-                    self._started(frame)
+                    self._started()
                 case protocol.Aborted():
                     pass
                 case _:
@@ -448,7 +436,6 @@ class VLLMEngine:
 
     def _start(self) -> WorkerProcess:
         self._is_ready = False
-        self._features: Mapping[str, bool] = {}
         self._heard_s = self._clock.now_s()
         paths = {push: str(path) for push, path in self._paths.items()}
         spec = msgspec.structs.replace(
@@ -460,10 +447,9 @@ class VLLMEngine:
         )
         return WorkerProcess(self._launch, name="the vLLM process", spec=spec)
 
-    def _started(self, frame: protocol.Started) -> None:
+    def _started(self) -> None:
         """The process serves; one that replaces another must agree with it on the last probe before it goes on."""
         self._is_ready = self._has_served = True
-        self._features = frame.features
         if self._probed is not None and self._push in self._versions:
             tokens, expected = self._probed
             error = float(np.abs(self._probe(tokens) - expected).max(initial=0.0))

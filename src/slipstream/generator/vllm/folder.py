@@ -78,7 +78,7 @@ class WeightFolder:
     def __init__(self, num_bytes: int, save: Callable[[Path], None], prefix: str = "slipstream.") -> None:
         """`num_bytes` of what vLLM has decide where it lies: memory with room for twice as many, or the disk.
 
-        Its name begins with `prefix`, for whoever clears up behind a process that was killed.
+        Its name begins with `prefix`, by which it is found and removed behind a process that was killed.
         """
         self._save = save
         places = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []

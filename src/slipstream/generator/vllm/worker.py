@@ -24,10 +24,10 @@ import threading
 import time
 import traceback
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -48,27 +48,13 @@ else:
     location.loader.exec_module(protocol)
 
 
-class LLM(Protocol):
-    """The part of `vllm.v1.engine.async_llm.AsyncLLM` that every version has."""
-
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]: ...
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any: ...
-
-
 Sampling = Callable[..., Any]
 """`vllm.SamplingParams`, by keyword."""
 Transfer = Callable[[str], Any]
 """Loads a push into vLLM; a coroutine function."""
 
 
-def features_of(llm: LLM) -> dict[str, bool]:
+def features_of(llm: Any) -> dict[str, bool]:
     """Find out what this vLLM offers for reinforcement learning."""
     pause = inspect.signature(llm.pause_generation).parameters if hasattr(llm, "pause_generation") else {}
     return {
@@ -133,7 +119,6 @@ class Worker:
         llm: Any,
         socket: zmq.asyncio.Socket,
         *,
-        vllm_version: str,
         push: int,
         stop_token_ids: list[int],
         sampling: Sampling,
@@ -141,7 +126,7 @@ class Worker:
         adapters: LoadedAdapters,
     ) -> None:
         self.features = features_of(llm)
-        self._llm, self._socket, self._version, self._push = llm, socket, vllm_version, push
+        self._llm, self._socket, self._push = llm, socket, push
         self._stop_token_ids, self._sampling, self._transfer = stop_token_ids, sampling, transfer
         self._adapters = adapters
         self._running: dict[int, Running] = {}
@@ -155,7 +140,7 @@ class Worker:
         """Until `EndWorker`. Raises what any of its tasks raised."""
         if self.features["weight_versions"]:
             await self._llm.update_weight_version(str(self._push))
-        self._put(protocol.Started(vllm_version=self._version, features=self.features))
+        self._put(protocol.Started())
         flusher = self._watched(self._flush())
         obeying, watcher = self._watched(self._obey()), self._watched(self._watch())
         await asyncio.wait([obeying, self._failure], return_when=asyncio.FIRST_COMPLETED)
@@ -365,7 +350,7 @@ class Worker:
             self._failure.set_exception(task.exception() or RuntimeError("a task ended"))
 
 
-def reload_from(llm: LLM) -> Transfer:
+def reload_from(llm: Any) -> Transfer:
     """Every rank of vLLM reads what it holds out of shared memory (`slot_extension.py`)."""
 
     async def transfer(path: str) -> None:
@@ -396,8 +381,8 @@ def end_group(folders: list[Path]) -> None:
     os._exit(1)
 
 
-Made = tuple[Any, str, Sampling, Transfer, Callable[..., Any]]
-"""vLLM, its version, how to sample with it and to load weights, and its `LoRARequest`, by keyword."""
+Made = tuple[Any, Sampling, Transfer, Callable[..., Any]]
+"""vLLM, how to sample with it and to load weights, and its `LoRARequest`, by keyword."""
 
 
 async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], Made]) -> int:
@@ -409,7 +394,7 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], Made]) -> i
     socket.connect(spec.address)
     what = "starting vLLM"
     try:
-        llm, version, sampling, transfer, new_adapter = make(spec)
+        llm, sampling, transfer, new_adapter = make(spec)
         adapters = LoadedAdapters(llm, new_adapter, side_by_side=spec.side_by_side)
         for push, path in spec.pushes.items():
             await (adapters.load(push, path, spec.pushes) if spec.has_adapters else transfer(path))
@@ -417,7 +402,6 @@ async def serve(spec: protocol.Spec, make: Callable[[protocol.Spec], Made]) -> i
         worker = Worker(
             llm,
             socket,
-            vllm_version=version,
             push=spec.push,
             stop_token_ids=spec.stop_token_ids,
             sampling=sampling,
@@ -457,7 +441,7 @@ def make_vllm(spec: protocol.Spec) -> Made:
         # vLLM would add the checkpoint's end tokens; which tokens end a completion is the client's to say.
         return SamplingParams(ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **keywords)
 
-    return llm, str(vllm.__version__), sampling, reload_from(llm), LoRARequest
+    return llm, sampling, reload_from(llm), LoRARequest
 
 
 def main(spec_path: str, make: Callable[[protocol.Spec], Made] = make_vllm) -> None:

@@ -13,15 +13,15 @@ from typing import Literal, NamedTuple
 
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
-from slipstream.core.plain import MAX_PATH_BYTES
-from slipstream.observe.display import duration, plural, printable
+from slipstream.core.plain import MAX_PATH_BYTES, plural
+from slipstream.observe.display import duration, printable
 from slipstream.observe.noise import ERRORS, LEAST_TREND, Estimate, mean_of
 from slipstream.observe.report.charts import against_kl, chart_card, gained, overlaid, overlays, spots_of, three_clocks
 from slipstream.observe.report.data import Compared, RunData, as_saved, meaning, read_run, shown
 from slipstream.observe.report.html import card, cards, document, field, items, part, table, text
 from slipstream.observe.report.overview import status_of
 from slipstream.observe.summary import TrainedRows
-from slipstream.observe.svg import Axis, Point, Series, empty, number, shortened, smoothed
+from slipstream.observe.svg import Axis, Point, Series, empty, number, smoothed, without_middle
 from slipstream.observe.svg_blocks import percent_name, state_bars
 
 MAX_RUNS = 14  # as many as lines can be told apart: seven colours, each whole and dashed
@@ -71,7 +71,7 @@ def short_names(places: Sequence[Path]) -> dict[Path, str]:
     while len({place.parts[-depth:] for place in places}) < len(places):
         depth += 1
     names = {place: "/".join(place.parts[-depth:]) for place in places}
-    cut = {place: shortened(name, MAX_NAME) for place, name in names.items()}
+    cut = {place: without_middle(name, MAX_NAME) for place, name in names.items()}
     return cut if len(set(cut.values())) == len(places) else names
 
 
@@ -92,7 +92,7 @@ def labels(runs: Sequence[RunData]) -> list[str]:
         for chosen in combinations(order, count):
             found = [", ".join(words) for words in zip(*(fields[name] for name in chosen), strict=True)]
             if len(set(found)) == len(runs):
-                cut = [shortened(name, MAX_NAME) for name in found]
+                cut = [without_middle(name, MAX_NAME) for name in found]
                 return cut if len(set(cut)) == len(runs) else found
     return []
 

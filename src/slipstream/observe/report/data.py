@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from pydantic import BaseModel
@@ -27,7 +27,7 @@ from slipstream.core.run_lock import is_held
 from slipstream.core.run_log import Metrics, MetricsHead, Outcome, RolloutLine, read_metrics
 from slipstream.core.sections import HARD_BOUND
 from slipstream.observe.accounting import RunAccounting, accounting_bytes, read_accounting
-from slipstream.observe.attempts import read_attempts
+from slipstream.observe.attempts import Attempt, read_attempts
 from slipstream.observe.balance import Balance
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.health import ALARMS_FILE, AlarmSpan, read_alarms, spans
@@ -49,7 +49,7 @@ from slipstream.observe.transcript import TranscriptPart, transcript_of
 from slipstream.observe.waste import WASTE
 
 Clock = Literal["step", "tokens", "time"]
-CLOCKS: tuple[Clock, ...] = ("step", "tokens", "time")
+CLOCKS: tuple[Clock, ...] = get_args(Clock)
 MAX_SAMPLES = 12
 STALENESS = "staleness_tokens/lag_"
 READ_AHEAD = 1 << 18  # bytes that records of a timeline may lie apart from their order in time
@@ -326,7 +326,7 @@ def read_run(run_dir: Path) -> RunData:
         evaluation = load_json(evaluation_path, dict[str, Any])
     for _ in read_jsonl(metrics_path, MetricsHead):  # SlipstreamError for a line that lacks what all have
         pass
-    history = MetricsHistory(read_metrics(metrics_path))
+    history, attempts = MetricsHistory(read_metrics(metrics_path)), read_attempts(run_dir)
     return RunData(
         path=run_dir,
         config=read_toml(config_path) if config_path.exists() else {},
@@ -339,8 +339,8 @@ def read_run(run_dir: Path) -> RunData:
         evaluation=evaluation,
         written_s=max(0.0, time.time() - written_s),
         is_held=is_held(run_dir),
-        num_attempts=len(read_attempts(run_dir)),
-        earlier_s=_earlier_s(run_dir),
+        num_attempts=len(attempts),
+        earlier_s=_lasted_s(attempts[:-1]),
     )
 
 
@@ -366,13 +366,13 @@ def _turns(line: RolloutLine) -> list[TranscriptPart] | None:
     return None if line.episode is None else transcript_of(line.episode)
 
 
-def _earlier_s(run_dir: Path) -> float | None:
-    """Seconds of the attempts that resumes have set aside, abandoned steps included; None for damaged files.
+def _lasted_s(attempts: Sequence[Attempt]) -> float | None:
+    """Seconds of `attempts`, abandoned steps included; None for damaged files.
 
     By their timelines: each attempt lasted from the first line of its processes to the last one.
     """
     total_ns = 0
-    for attempt in read_attempts(run_dir)[:-1]:
+    for attempt in attempts:
         files = process_files(attempt.folder)
         try:
             starts = [times_ns(record)[0] for path in files for record in islice(read_timeline(path), 1)]

@@ -13,8 +13,9 @@ from statistics import fmean, median
 
 from slipstream.core.held_out import Measured
 from slipstream.core.lora_section import LoraConfig
+from slipstream.core.plain import plural
 from slipstream.observe.balance import LEAST_STEPS, SMALL
-from slipstream.observe.display import duration, plural
+from slipstream.observe.display import duration
 from slipstream.observe.evaluation import MOMENTS
 from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
 from slipstream.observe.noise import LEAST_TREND, Estimate, mean_of, rises, share
@@ -115,8 +116,8 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     if run.staleness:
         bound = "no bound" if run.bound is None else f"bound {run.bound}"
         found.append((f"{run.mean_staleness:.2f}", f"steps old is a trained token (most {run.max_staleness}, {bound})"))
-    if (share := run.wasted_share) is not None and len(history.steps) >= LEAST_STEPS:
-        found.append((f"{share:.0%}", "as many tokens were wasted as trained on"))
+    if (wasted_share := run.wasted_share) is not None and len(history.steps) >= LEAST_STEPS:
+        found.append((f"{wasted_share:.0%}", "as many tokens were wasted as trained on"))
     trainer, generators = run.idle("trainer"), run.idle("generator")
     if trainer is not None and generators is not None:
         found.append((f"{trainer:.0%}", f"of its time the trainer waited (generators {generators:.0%})"))

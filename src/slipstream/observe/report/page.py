@@ -388,9 +388,8 @@ def _lengths(lengths: Sequence[data.Length]) -> Iterator[str]:
 def _bins(longest: int) -> tuple[int, int]:
     """The width of a bin, a round number, and how many it takes from length 0 on."""
     width = max(1, math.ceil((longest + 1) / MAX_BINS))
-    if width > 1:
-        magnitude = 10 ** math.floor(math.log10(width))
-        width = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= width)
+    magnitude = 10 ** math.floor(math.log10(width))
+    width = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= width)
     return width, longest // width + 1
 
 

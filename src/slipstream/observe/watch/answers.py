@@ -171,7 +171,7 @@ def lanes_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
             [*(round(stretch.run_s(ns * 1e-9), 4) for ns in (begin, end)), state, round(share, 3), args, also]
             for begin, end, state, share, args, also in (*drawn, *gone)
         ]
-    return {"revision": index.revision, "from": start_s, "to": end_s, "lanes": lanes}
+    return {"from": start_s, "to": end_s, "lanes": lanes}
 
 
 def overview_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
@@ -183,7 +183,6 @@ def overview_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]
     length = max((len(column) for column in columns.values()), default=0)
     stride = max(1, -(-length // points))
     return {
-        "revision": index.revision,
         "end_s": index.end_s,
         "start_s": phases.width * first,
         "width_s": phases.width * stride,
@@ -223,7 +222,7 @@ def curves_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
         if (curve := index.curves.curves.get(name)) is not None:
             points = [[_short(value) for value in point] for point in curve.points()]
             curves[name] = {"points": points, "axis": _axis(name, points)}
-    return {"revision": index.revision, "curves": curves}
+    return {"curves": curves}
 
 
 def _axis(name: str, points: list[list[float]]) -> list[float]:
@@ -253,7 +252,7 @@ def groups_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
         found.append(_row(index, group))
         if len(found) == count:
             break
-    return {"revision": index.revision, "row": row, "num_groups": rollouts.num_groups, "groups": found}
+    return {"row": row, "num_groups": rollouts.num_groups, "groups": found}
 
 
 def _row(index: RunIndex, group: GroupRow) -> dict[str, Any]:
@@ -270,11 +269,10 @@ def group_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
     ordinal = int(number(query, "ordinal"))
     row = index.rollouts.row_of(ordinal)
     if row is None:
-        return {"revision": index.revision, "ordinal": ordinal, "group": None}
+        return {"ordinal": ordinal, "group": None}
     lines = index.rollouts.lines(row)
     tokens = {line.sample: line for line in index.tokens.lines(ordinal)}
     return {
-        "revision": index.revision,
         "ordinal": ordinal,
         "group": _row(index, index.rollouts.group(row)),
         "prompt": lines[0].prompt[:MAX_TEXT] if lines else "",

@@ -56,12 +56,11 @@ class _Mark(msgspec.Struct, frozen=True):
 
 @dataclass
 class Passage:
-    """The loop at `start_s`, and its moves until `end_s`, in order, as far as they were read.
+    """The loop at a moment, and its moves until `end_s`, in order, as far as they were read.
 
     `counts` are [time, how many groups are in each phase], at up to about `MAX_COUNTS` times.
     """
 
-    start_s: float
     end_s: float
     loop: LoopState
     moves: list[Move]
@@ -149,7 +148,7 @@ class EventIndex(LineIndex[Decision]):
         All events until `end_s` are to be known.
         """
         base = LoopState()
-        found = Passage(start_s, end_s, base, [], [], [], [])
+        found = Passage(end_s, base, [], [], [], [])
         if not self._marks:
             return found
         mark = self._marks[max(0, bisect.bisect_right(self._marks, start_s, key=lambda one: one.time_s) - 1)]

@@ -6,7 +6,6 @@ replaced by a resume at any time.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.recipes import read_toml, resolve
 from slipstream.core.run_log import Metrics
 from slipstream.observe.accounting import accounting_bytes, read_accounting
+from slipstream.observe.attempts import attempt_folders
 from slipstream.observe.display import config_summary
 from slipstream.observe.health import ALARMS_FILE, Alarm, AlarmSpan, spans
 from slipstream.observe.timeline import process_order
@@ -41,7 +41,8 @@ EARLY_INTERVAL_S = 5.0  # up to step 10: then the sentence changes most
 MAX_SHARE = 0.02  # of one core, for accounting while a run goes on
 MAX_BYTES = 128_000_000  # that accounting reads
 
-Life = Literal["waiting", "running", "silent", "done", "failed", "interrupted"]
+RunLife = Literal["waiting", "running", "silent", "done", "failed", "interrupted"]
+OVER = ("done", "failed", "interrupted")
 
 
 class AlarmIndex(LineIndex[Alarm]):
@@ -191,7 +192,7 @@ class RunIndex:
         is_read = self.events.tail.offset >= self.events.tail.size()
         return max(self.events.end_s, told_s - MARGIN_S if is_read else 0.0)
 
-    def life(self) -> tuple[Life, float]:
+    def life(self) -> tuple[RunLife, float]:
         """Return the state of the run, and for how many seconds there has been no news.
 
         `summary.json` is written last. One that is older than the newest event is that of an attempt before.
@@ -199,8 +200,8 @@ class RunIndex:
         silent_s = max(0.0, time.time() - self.grew_s) if self.grew_s is not None else 0.0
         status = self.summary.get("status")
         if not self.events.stretches:  # there is no RL, or not yet
-            return status if status in ("done", "failed", "interrupted") else "waiting", silent_s
-        if status in ("done", "failed", "interrupted") and self.summary.get("steps") == self.events.loop.version:
+            return status if status in OVER else "waiting", silent_s
+        if status in OVER and self.summary.get("steps") == self.events.loop.version:
             is_newest = self.summary_file.changed_s >= _changed_s(self.events.path) - 0.5
             if is_newest or silent_s > SILENT_AFTER_S:
                 return status, silent_s
@@ -239,8 +240,7 @@ class RunIndex:
     @property
     def num_attempts(self) -> int:
         """Attempts that were abandoned for a later one, and the present one."""
-        folders = [path.name for path in self.run_dir.glob("attempt_*") if re.fullmatch(r"attempt_\d+", path.name)]
-        return len(folders) + 1
+        return len(attempt_folders(self.run_dir)) + 1
 
 
 class LiveVerdict:
@@ -259,7 +259,7 @@ class LiveVerdict:
     def update(self, index: RunIndex, *, now_s: float) -> bool:
         """Whether there is a new one; takes as long as accounting does."""
         before = self.sentence
-        is_over = index.life()[0] in ("done", "failed", "interrupted")
+        is_over = index.life()[0] in OVER
         balance = index.summary.get("balance") if is_over else None
         if isinstance(balance, dict) and isinstance(balance.get("verdict"), str):
             self.sentence = balance["verdict"] or None

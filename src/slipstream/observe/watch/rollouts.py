@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -17,7 +17,7 @@ from slipstream.observe.watch.tail import LineIndex, records_within
 
 MAX_GROUP_BYTES = 8_000_000
 MAX_AHEAD = 1_000_000  # how far ordinals may be ahead of how many groups there are, before a line is taken for damaged
-OUTCOMES: tuple[Outcome, ...] = ("trained", "skipped", "failed")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 class _Head(msgspec.Struct, frozen=True):

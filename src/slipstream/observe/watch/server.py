@@ -30,6 +30,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.own_sites import refusal
 from slipstream.observe.watch.answers import ANSWERS, BadRequest, pulse
 from slipstream.observe.watch.index import LiveVerdict, RunIndex
 
@@ -43,7 +44,6 @@ PATIENCE_S = 2.0
 HEARTBEAT_S = 5.0  # a live client is told something at least so often, which is how one that left is noticed
 TURN_S = 0.03  # of reading, while answers wait ...
 BREATH_S = 0.002  # ... and between two of them
-NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -251,8 +251,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        if (refusal := self._refusal()) is not None:
-            self._send(403, "text/plain; charset=utf-8", refusal.encode())
+        why = refusal(self.headers.get("Host", ""), self.headers.get("Sec-Fetch-Site", "none"))
+        if why is not None:
+            self._send(403, "text/plain; charset=utf-8", why.encode())
             return
         url = urlsplit(self.path)
         if (asset := self.server.assets.get(url.path)) is not None:
@@ -277,18 +278,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(404, "text/plain; charset=utf-8", b"there is nothing here")
 
     do_HEAD = do_GET
-
-    def _refusal(self) -> str | None:
-        """Why a request is not answered: it is another site's, or for another name than this machine's own."""
-        try:
-            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        except ValueError:
-            name = None
-        if name not in NAMES:
-            return "this page is served to this machine under the names 127.0.0.1 and localhost"
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            return "other sites may not ask here"
-        return None
 
     def _send(self, status: int, content_type: str, body: bytes) -> None:
         self._head(status, {"Content-Type": content_type, "Content-Length": str(len(body))})

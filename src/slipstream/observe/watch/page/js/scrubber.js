@@ -1,10 +1,10 @@
 // The slider over the whole run, and behind it how many groups were where.
 
+import { PHASES } from './api.js';
 import { byId, context2d, style } from './dom.js';
 import { clock } from './format.js';
 
 const THUMB = 12; // width, as in watch.css
-const LAYERS = ['waiting', 'sampling', 'scoring', 'ready', 'training'];
 
 export class Scrubber {
   constructor(onSeek) {
@@ -35,14 +35,14 @@ export class Scrubber {
     const found = this.overview;
     const { context, width, height } = context2d(this.canvas);
     if (!found || !(found.end_s > (this.begin ?? 0))) return;
-    const columns = LAYERS.map((name) => found.phases[name] ?? []);
+    const columns = PHASES.map((name) => found.phases[name] ?? []);
     const totals = columns[0].map((_, index) => columns.reduce((sum, column) => sum + column[index], 0));
     const most = Math.max(1, ...totals);
     // The middle of the slider's thumb goes from one half of its width to the other, and so does the picture.
     const begin = this.begin ?? 0;
     const x = (time) => THUMB / 2 + ((time - begin) / (found.end_s - begin)) * (width - THUMB);
     const base = totals.map(() => 0);
-    LAYERS.forEach((name, layer) => {
+    PHASES.forEach((name, layer) => {
       context.fillStyle = style(`--phase-${name}`);
       columns[layer].forEach((count, index) => {
         const [low, high] = [base[index] / most, (base[index] + count) / most];
