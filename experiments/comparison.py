@@ -29,7 +29,8 @@ def p_greater(ours: Sequence[float], theirs: Sequence[float], *, paired: bool = 
     Fisher's; assumes nothing of the values but that they could have come the other way round if there is no difference.
     `paired`: values at the same place are of the same seed, and are dealt between themselves only.
     Identity: 1 / C(n + m, n) where every one of ours is above every one of theirs, paired 2^-n where each is above its
-    own. ValueError for an empty side, pairs that do not match, more than a million dealings, or a value that is none.
+    own. ValueError for an empty side, pairs that do not match, more than a million dealings, or a value that is not
+    finite.
     """
     num_dealings = 2 ** len(ours) if paired else comb(len(ours) + len(theirs), len(ours))
     if not all(map(isfinite, [*ours, *theirs])):

@@ -245,7 +245,7 @@ def beside(folder: Path, ending: str) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, on_wait: Callable[[], Any] = str) -> Iterator[None]:
-    """Hold the lock of a file or folder; `on_wait` is called before it waits for another process's end of that."""
+    """Hold the lock of a file or folder; `on_wait` is called before waiting, where another process holds it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -125,12 +125,17 @@ def machine() -> dict[str, Any]:
 
 
 def both(earlier: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the outcomes of earlier calls and this one were got on, all commits; exit where machines differ."""
-    if other := [name for name in here if name != "commit" and earlier[name] != here[name]]:
+    """Return what the outcomes of earlier calls and this one were got on, all commits; exit where machines differ.
+
+    What a machine did not say is taken for the same.
+    """
+    known = [name for name in here if None not in (earlier[name], here[name])]
+    if other := [name for name in known if name != "commit" and earlier[name] != here[name]]:
         told = "; ".join(f"{name} {earlier[name]}, here {here[name]}" for name in other)
         sys.exit(f"OUT has outcomes of another machine ({told}): give another --out")
     commits = [*(earlier["commit"] or "").split(", "), here["commit"]]
-    return {**here, "commit": ", ".join(dict.fromkeys(filter(None, commits)))}
+    said = {name: earlier[name] if here[name] is None else here[name] for name in here}
+    return {**said, "commit": ", ".join(dict.fromkeys(filter(None, commits)))}
 
 
 def torch_version() -> str | None:
@@ -206,21 +211,21 @@ def run_steps(steps: Sequence[Step], wanted: Sequence[str], python: str, out: Pa
     for step in steps:
         if step.name not in wanted:
             continue
-        left_s, was_tried = budget_s - (time.monotonic() - started_s), False
+        left_s, had = budget_s - (time.monotonic() - started_s), results.outcomes.get(step.name)
+        is_kept = had is not None and had.status == "ok"  # with its log, unless there is time to try it anew
         needed = results.outcomes.get(step.needs) if step.needs else None
         if step.needs and (needed is None or needed.status != "ok"):
             outcome = Outcome(step.name, "left out", step.command, f"needs {step.needs}")
-        elif left_s < LEAST_SHARE * step.limit_s:
+        elif left_s < step.limit_s * (1.0 if is_kept else LEAST_SHARE):
             outcome = Outcome(step.name, "no time", step.command, step.about)
         else:
             print(f"{step.name}: {step.about or step.command}", flush=True)
-            outcome = run_step(step, python, out, min(step.limit_s, left_s))
-            was_tried = outcome.status != "timed out" or left_s >= step.limit_s
-        print(f"{step.name}: {outcome.status}, {outcome.seconds} s", flush=True)
+            outcome, is_kept = run_step(step, python, out, min(step.limit_s, left_s)), False
+        told = "; what it had before is kept" if is_kept else ""
+        print(f"{step.name}: {outcome.status}, {outcome.seconds} s{told}", flush=True)
         if outcome.status not in ("ok", "left out", "no time"):
             print("\n".join(f"    {line}" for line in outcome.tail[-12:]), flush=True)
-        had = results.outcomes.get(step.name)
-        if was_tried or had is None or had.status != "ok":
+        if not is_kept:
             results.outcomes[step.name] = outcome
         results.outcomes = {one.name: results.outcomes[one.name] for one in steps if one.name in results.outcomes}
         results.write(path)

@@ -25,7 +25,7 @@ KEPT_OF_KILLED_S = 0.02
 CLOCKS_APART_S = 0.02
 """CPU seconds are counted by the system in ticks of up to 10 ms, and read a moment before the time is."""
 IS_KEPT_TOLD = Path("/proc/thread-self/schedstat").exists()
-"""Else nobody knows for how long others had the core, which may be most of the time."""
+"""Without it the time that other processes had the core is unknown, and may be most of the time."""
 Stops = Mapping[str, Sequence[tuple[float, float]]]
 """When a process was stopped by SIGSTOP, by its name: from and to, as `time.monotonic` has it."""
 

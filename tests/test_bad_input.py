@@ -352,8 +352,6 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
         {"loss": {"several_rewards": "normalise_then_sum", "advantages": "group_mean"}},
         "normalised rewards are summed",
     ),
-    wrong("constraints alone", {"rewards": {"terms": CONSTRAINT}}, "constraints alone are no reward", "rewards.terms"),
-    wrong("constraints as gold", {"gold": {"terms": CONSTRAINT}}, "constraints alone are no reward", "gold.terms"),
     wrong(
         "adjusted parts",
         {"loss": {"several_rewards": "normalise_then_sum"}, "kl": {"coef": 0.1}},
@@ -398,6 +396,13 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
 ]
 
 LOSSES_AND_REWARDS = [
+    wrong("constraints alone", {"rewards": {"terms": CONSTRAINT}}, "constraints alone are no reward", "rewards.terms"),
+    wrong(
+        "constraints as gold",
+        PREFERENCES | {"gold": {"terms": CONSTRAINT}},
+        "constraints alone are no reward",
+        "gold.terms",
+    ),
     wrong("loss", {"loss": {"name": "grop"}}, "unknown loss 'grop'", "allowed", "did you mean 'grpo'?"),
     wrong("no policy loss", {"loss": {"name": "value"}}, "'value' is not a loss of a policy", "allowed"),
     wrong("loss parameter", {"loss": {"params": {"max_ration": 2.0}}}, "no parameter 'max_ration'", "'max_ratio'"),

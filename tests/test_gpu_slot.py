@@ -152,11 +152,10 @@ def gpu_slot() -> Any:
 @pytest.mark.parametrize(
     ("found", "budget_s", "kept"),
     [
-        ("ok", 40.0, "new"),
-        ("failed", 40.0, "new"),
+        ("ok", 100.0, "new"),
+        ("failed", 100.0, "new"),
         ("timed out", 100.0, "new"),
-        ("timed out", 40.0, "old"),  # not its whole limit
-        ("ok", 10.0, "old"),  # not tried
+        ("ok", 40.0, "old"),  # not its whole limit: not tried, so that its log stays
     ],
 )
 def test_what_was_not_tried_keeps_the_outcome_that_it_had(
@@ -176,6 +175,8 @@ def test_what_was_not_tried_keeps_the_outcome_that_it_had(
     assert results.machine == here | {"commit": "a" * 40 + ", " + "b" * 40}
     if found == "failed":  # what needs it is left out
         assert script.run_steps(steps, ["behind"], "python", tmp_path, budget_s).outcomes["behind"].command == "old"
+    here["gpus"] = None  # it did not answer in time
+    assert script.run_steps(steps, ["one"], "python", tmp_path, budget_s).machine["gpus"] == "one, 80 GB"
     here["gpus"] = "another, 24 GB"
     with pytest.raises(SystemExit, match=r"\(gpus one, 80 GB, here another, 24 GB\): give another --out"):
         script.run_steps(steps, ["one"], "python", tmp_path, budget_s)

@@ -35,8 +35,8 @@ class Seen:
     admitted ones, less 1; `longest_trained` the share of the longest ones that was trained; `discarded_length` the mean
     length of the discarded over that of the trained, less 1, None where nothing was. `age` is the mean age of
     completions when trained, by their oldest token, for each bin of lengths; None where there were none.
-    `accuracy` is that of sampled answers to held-out prompts in the end, `before` when RL began, None where nobody
-    measured it.
+    `accuracy` is that of sampled answers to held-out prompts in the end, `before` when RL began, None where it was
+    not measured.
     """
 
     ended_s: tuple[float, ...]

@@ -49,7 +49,10 @@ def verdicts(found: Found) -> list[Verdict]:
 
 
 def _sooner(found: Found, theirs: str, ours: str) -> Verdict:
-    """Cannot be said where a run of ours never got there. One of theirs counts with all it took, at least: never no."""
+    """Compare the times. A run of theirs that never got there counts with its whole time, a lower bound: never *no*.
+
+    *Cannot say* where a run of ours never got there.
+    """
     title, source = CONTENDERS[theirs].title, "README, Speed"
     claim = f"Slipstream learns sooner than {title}"
     if not {theirs, ours} <= found.seen.keys():
@@ -127,7 +130,8 @@ def _learns_as_much(seen: Mapping[str, Sequence[Seen]]) -> Verdict:
     if not accuracies:
         return Verdict(claim, "A, Fig. 1; L12", None, "not run")
     began = [one.before for one in seen["sync"] if one.before is not None]
-    told = {keeps_gains(own, sync, began, MARGIN) for own in accuracies.values()}
+    is_known = len(began) == len(sync)
+    told = {keeps_gains(own, sync, began, MARGIN) if is_known else None for own in accuracies.values()}
     least = min(accuracies, key=lambda name: fmean(accuracies[name]))
     return Verdict(
         claim,

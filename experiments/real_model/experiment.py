@@ -112,7 +112,10 @@ def verdicts(found: Found) -> list[Verdict]:
 
 
 def _sooner(found: Found) -> Verdict:
-    """A run of theirs that never gets there counts with all it took, at least: never no. Of ours, nothing is known."""
+    """Compare the times. A run of theirs that never got there counts with its whole time, a lower bound: never *no*.
+
+    *Cannot say* where a run of ours never got there.
+    """
     claim, source = f"Slipstream learns sooner than {TRL}", "README, Speed"
     if TRL not in found.seen:
         return Verdict(claim, source, None, NOT_THERE)

@@ -193,7 +193,7 @@ def test_the_place_after_eos_is_the_padded_loops_with_a_value_of_0_there():
 
 
 def whiten(values, **options):
-    """Of one part, on one rank."""
+    """Whiten `values` as one part, on one rank."""
     flat = values.flatten()
     return whiten_parts(flat, torch.zeros(len(flat), dtype=torch.int64), **options).view_as(values)
 

@@ -8,8 +8,8 @@ from user_environments import Counter, Maze, add
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
 from slipstream.core.user_code import FROM_PYTHON
+from slipstream.environments.checks import check_environments
 from slipstream.environments.given import with_given_environment
-from slipstream.stages.named import check_named
 
 CONFIG = resolve(
     {"recipe": "t", "steps": 1, "model": {"max_positions": 1024}, "prompts": {"tasks": [{"name": "chain_sum"}]}},
@@ -29,14 +29,26 @@ def test_an_environment_and_a_factory_are_two() -> None:
         with_given_environment(CONFIG, Counter, environment_factory=Counter)
 
 
-@pytest.mark.parametrize("section", ["rewards", "gold"])
-def test_constraints_go_with_an_environment_that_gives_the_reward(section: str) -> None:
-    bound = {section: {"terms": [{"function": "regex", "params": {"pattern": "a"}, "at_least": 1.0}]}}
-    config = resolve(CONFIG.model_dump(), bound)
-    with pytest.raises(ConfigError, match="constraints alone"):
-        check_named(config)
-    episodes, given = with_given_environment(config, Maze)
-    check_named(episodes, environments=given)
-    if section == "rewards":
+class NoReward:
+    """TRL's kind of environment, whose reward is a function's."""
+
+    def reset(self, **columns: object) -> str:
+        return "Go on."
+
+
+def test_constraints_go_with_an_environment_that_gives_the_reward() -> None:
+    bound = {"terms": [{"function": "regex", "params": {"pattern": "a"}, "at_least": 1.0}]}
+    config = resolve(CONFIG.model_dump(), {"rewards": bound})
+    episodes, given = with_given_environment(config, Maze, keeps_terms=True)
+    assert episodes.rewards == config.rewards
+    check_environments(episodes, given)
+
+    measured = resolve(episodes.model_dump(), {"environment": {"reward_weight": 0.0}})
+    as_gold = resolve(episodes.model_dump(), {"gold": bound, "stages": ["rl", "evaluate"]})
+    with_tools, their_tools = with_given_environment(config, tools=[add])
+    for refused, made in ((config, None), (measured, given), (as_gold, given), (with_tools, their_tools)):
         with pytest.raises(ConfigError, match="constraints alone"):
-            check_named(with_given_environment(config, tools=[add])[0])
+            check_environments(refused, made)
+    with pytest.raises(ConfigError, match="constraints alone"):
+        with_given_environment(config, environment_factory=NoReward)
+    with_given_environment(config, environment_factory=Counter)

@@ -200,9 +200,7 @@ def test_the_executor_scores_training_and_evaluation(
 ) -> None:
     """Completions where no function scored; batches of at most `model_batch_size`; nothing is lost at the end."""
     config = RewardsConfig(terms=[], models=[RewardModelTerm(path=str(models["help"][0]))], model_batch_size=4)
-    executor = RewardModels(
-        config.model_dump(mode="json"), terms=[], batching=collate, microbatch_tokens=64, max_tokens=16
-    )
+    executor = RewardModels(config, terms=[], batching=collate, microbatch_tokens=64, max_tokens=16)
     ports = start(executor, tmp_path, name="reward_models")
     completions = [completion(i) for i in range(9)]
     for one in completions:

@@ -282,7 +282,7 @@ def test_a_version_that_is_written_again_while_it_is_read_is_passed_over(
 
 
 def test_a_slot_has_no_version_while_it_is_written_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever finds it then must not take it for the version that it had."""
+    """A reader that finds the slot then must not take it for the version that it had."""
     (subscriber,), slots = rig.subscribers, rig.publisher._opened()
     memory = type(rig.publisher._transport.memory)
     copy = memory.copy

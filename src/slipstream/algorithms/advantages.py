@@ -84,7 +84,7 @@ def normalise_then_sum(
 
     `parts` [R, K] are K rewards of each rollout, `weights` [K]; NaN says that a reward does not apply to a rollout: it
     counts in no mean and adds nothing. No reward drowns the others by its scale. GDPO (arXiv:2601.05242), which also
-    whitens the sums over the batch (`whiten`); "normalize_then_sum" in TRL.
+    whitens the sums over the batch (`whiten_parts`); "normalize_then_sum" in TRL.
     Identity: with one part of weight 1 it is `group_normalised`.
     """
     num_parts = parts.shape[-1] if parts.ndim else 0

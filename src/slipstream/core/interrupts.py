@@ -34,7 +34,7 @@ ENDING_S = 5.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends the program: its `number`."""
+    """A signal ends the program; `number` is the signal's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

@@ -95,7 +95,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """1 and "step" as "1 step", 2000 as "2,000 steps"."""
+    """Return a count with its noun: 1 and "step" give "1 step", 2000 gives "2,000 steps"."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 

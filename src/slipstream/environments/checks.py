@@ -88,6 +88,7 @@ def given_makers(config: RunConfig, given: Given | None) -> list[Maker]:
 def check_environments(config: RunConfig, given: Given | None) -> None:
     """Raise ConfigError for environments that are not there, or that this run could not use; nothing is imported."""
     environment = config.environment
+    _check_sums(config)
     if not environment.is_set:
         _check_one_turn(config)
         return
@@ -101,6 +102,15 @@ def check_environments(config: RunConfig, given: Given | None) -> None:
         allowed = "a reward, such as your own function in rewards.terms"
         raise ConfigError("tools give no reward", got=got, allowed=allowed)
     _check_stages(config)
+
+
+def _check_sums(config: RunConfig) -> None:
+    """Raise ConfigError for constraints alone where nothing else gives a reward: no tools do, nor what is measured."""
+    environment = config.environment
+    if not environment.is_set or environment.tools or environment.reward_weight == 0.0:
+        config.rewards.check_sum("rewards")
+    if {"preferences", "evaluate"} & set(config.stages):
+        config.gold.check_sum("gold")
 
 
 def _check_stages(config: RunConfig) -> None:

@@ -61,6 +61,8 @@ def with_given_environment(
     has_reward = environment is not None or agent is not None or _gives_reward(environment_factory)
     if not keeps_terms and has_reward:
         tables["rewards"] = {"terms": []}
+    if inspect.isclass(environment_factory) and not has_reward:
+        config.rewards.check_sum("rewards")
     before = config.model_dump()
     if "class_path" not in over:
         before["environment"]["parameters"] = {}  # those of the recipe's class

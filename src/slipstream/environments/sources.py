@@ -178,9 +178,7 @@ def _check_lacks(lacks: Sequence[str], what: str) -> None:
         raise ConfigError(
             f"{what} has no method '{lacks[0]}'",
             allowed="reset(self, **columns) -> messages or None, step(self, message) -> Step",
-            hint="a class whose methods are tools is environment_factory= of slipstream.run"
-            if lacks == ["step"]
-            else None,
+            hint="a class whose methods are tools is environment_factory= from Python" if lacks == ["step"] else None,
         )
 
 

@@ -67,9 +67,6 @@ def check_named(
         what = "an alarm that this configuration has no use for ends no run"
         got = f"health.stop_on with '{silent[0]}', which is never told here"
         raise ConfigError(what, got=got, allowed=f"health.stop_on without {', '.join(silent)}")
-    if config.environment.tools or not config.environment.is_set:  # others have a reward of their own
-        config.rewards.check_sum("rewards")
-        config.gold.check_sum("gold")
     check_model_path(config)
     if "rl" in config.stages:
         check_loss(config)

@@ -4,8 +4,9 @@ Both sides load this file, so it imports nothing but msgspec. The worker does so
 its environment, nor is vLLM in ours.
 
 A *job* is one submission of a completion: its id is never used again, so late tokens of a job that was dropped are told
-apart. A *push* is one set of weights, counted from 0. A worker starts with the newest. Every token carries the push it
-was sampled under, and the client knows which policy version that is. Of a policy with adapters a push is these alone.
+apart. A *push* is one set of weights, counted from 0. A worker starts with those of `Spec.pushes`. Every token carries
+the push it was sampled under, and the client knows which policy version that is. Of a policy with adapters a push is
+these alone.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class EndWorker(Frame):
 
 
 class Started(Frame):
-    """vLLM is loaded and serves the push that it was started with."""
+    """vLLM is loaded, with the pushes that it was started with."""
 
 
 class Delta(Frame):
