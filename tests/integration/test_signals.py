@@ -123,6 +123,7 @@ def test_told_to_end_amid_the_start_up_a_run_leaves_no_process(tiny: dict[str, A
     assert end_of(process, tmp_path) == 143
     assert not [pid for pid in executors.values() if is_alive(pid)]
     assert status(tmp_path / "run") == "interrupted"
+    assert slipstream.report(tmp_path / "run").is_file(), "there was no time for it"
 
 
 @pytest.mark.parametrize("by", ["the grace period", pytest.param("a second signal", marks=pytest.mark.slow)])
