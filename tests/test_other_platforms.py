@@ -62,12 +62,13 @@ def test_without_pidfd_no_executor_has_a_process(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_macos_is_told_what_is_missing_and_runs_inline(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", AS_ON_MACOS, *arguments], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", AS_ON_MACOS, *arguments], capture_output=True, text=True, timeout=600
         )
 
     refused = command("run", "quickstart", *SMALL, str(out))
@@ -84,6 +85,7 @@ def test_macos_is_told_what_is_missing_and_runs_inline(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_quickstart_runs_in_a_plain_container(tmp_path: Path) -> None:
     prefix = [*NAMESPACES, "sh", "-ec", IN_A_CONTAINER, "sh"]
     try:
@@ -97,7 +99,7 @@ def test_the_quickstart_runs_in_a_plain_container(tmp_path: Path) -> None:
         [*prefix, sys.executable, "-m", "slipstream", "run", "quickstart", *SMALL, str(out)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     summary = json.loads((out / "summary.json").read_text())

@@ -32,7 +32,7 @@ from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Commit
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
-QUICK = Deadlines(start_s=20.0, answer_s=10.0, silence_s=10.0)
+QUICK = Deadlines(start_s=120.0, answer_s=10.0, silence_s=10.0)
 
 
 class PublishedModel:

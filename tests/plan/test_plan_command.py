@@ -302,6 +302,7 @@ def test_a_recipe_for_this_machine_runs(eta, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_documents_show_what_is_printed():
     command = [sys.executable, "scripts/plan_examples.py", "--check", "docs/planning.md"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

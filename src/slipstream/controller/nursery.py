@@ -22,7 +22,7 @@ from slipstream.core import lifeline
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import SlipstreamError
 
-START_DEADLINE_S = 60.0  # for an answer: the first comes when all is imported
+START_DEADLINE_S = 180.0  # for an answer: the first comes when all is imported, from a slow disk too
 HEADER_BYTES = 8
 OF_CHECKPOINTS = "transformers.models.auto.tokenization_auto"  # seconds of imports; characters need no transformers
 
