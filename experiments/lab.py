@@ -245,7 +245,10 @@ def beside(folder: Path, ending: str) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, on_wait: Callable[[], Any] = str) -> Iterator[None]:
-    """Hold the lock of a file or folder; `on_wait` is called before waiting, where another process holds it."""
+    """Hold the lock of a file or folder; `on_wait` is called before waiting, where another process holds it.
+
+    The wait ends with what the other does under the lock, a run of at most RUN_DEADLINE_S, or with its process.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
