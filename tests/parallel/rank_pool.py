@@ -24,6 +24,10 @@ import torch.distributed as dist
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 120.0
 GROUPS_PER_JOB = 1000
+MOST_GROUPS = 64
+"""After that many, the next job gets new ranks. A thread of each group wakes a hundred times a second, and torch's caches
+keep the groups of meshes, so that none can be given up: in a long session they took a fifth of two cores.
+"""
 PRELOADED = [
     "torch._dynamo",  # models on "meta" pull it in
     "slipstream.generator.executor",
@@ -47,7 +51,8 @@ class Rank:
 class RankPool:
     """`world` ranks; a job is done by the first few of them. Every wait has a deadline.
 
-    A collective that failed ends its group: after a failure that no test asked for, the next job gets new ranks.
+    A collective that failed ends its group: after a failure that no test asked for, the next job gets new ranks, as it
+    does when they have made many groups.
     """
 
     def __init__(self, world: int, folder: Path, *, timeout_s: float = 60.0) -> None:
@@ -59,7 +64,7 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.processes, self.pipes = [], []
-        self.is_damaged = False
+        self.is_damaged = self.is_worn = False
         store = str(self.folder / f"store_{self.num_starts}")
         self.num_starts += 1
         for rank in range(self.world):
@@ -72,7 +77,7 @@ class RankPool:
             self.pipes.append(mine)
         for pipe in self.pipes:
             assert pipe.poll(START_TIMEOUT_S), "a rank did not start"
-            assert pipe.recv() == ("done", None)
+            assert pipe.recv()[:2] == ("done", None)
 
     def run(self, job: Callable[..., Any], *args: Any, world: int) -> list[Any]:
         """`job(Rank, *args)` on the first `world` ranks, together: what they return, by rank."""
@@ -86,7 +91,7 @@ class RankPool:
 
     def outcomes(self, job: Callable[..., Any], *args: Any, world: int) -> list[tuple[str, Any]]:
         """The same, by rank ("done", its result), ("failed", the traceback) or ("died", None)."""
-        if self.is_damaged:
+        if self.is_damaged or self.is_worn:
             self.close()
             self._start()
         self.is_damaged = True
@@ -94,7 +99,9 @@ class RankPool:
         for pipe in self.pipes[:world]:
             pipe.send((job, args, world, self.num_jobs))
         deadline = time.monotonic() + JOB_TIMEOUT_S
-        outcomes = [_answer(pipe, deadline) for pipe in self.pipes[:world]]
+        answers = [_answer(pipe, deadline) for pipe in self.pipes[:world]]
+        outcomes = [(status, value) for status, value, _ in answers]
+        self.is_worn = any(groups > MOST_GROUPS for _, _, groups in answers)
         self.is_damaged = ("died", None) in outcomes
         return outcomes
 
@@ -106,12 +113,13 @@ class RankPool:
             pipe.close()
 
 
-def _answer(pipe: Connection, deadline: float) -> tuple[str, Any]:
+def _answer(pipe: Connection, deadline: float) -> tuple[str, Any, int]:
+    """Return how the job ended, its result, and how many groups the rank has by now."""
     assert pipe.poll(max(deadline - time.monotonic(), 0.0)), "a rank neither answers nor ends"
     try:
         return pipe.recv()
     except EOFError:
-        return "died", None
+        return "died", None, 0
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection, timeout_s: float) -> None:
@@ -124,7 +132,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, timeout_s: float
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in range(1, world + 1)}
-    pipe.send(("done", None))
+    pipe.send(("done", None, 0))
     while True:
         try:
             job, args, size, number = pipe.recv()
@@ -136,4 +144,4 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, timeout_s: float
             answer = "done", job(Rank(rank, size, groups[size]), *args)
         except Exception:  # noqa: BLE001 - whatever it is, the test shall see it
             answer = "failed", traceback.format_exc()
-        pipe.send(answer)
+        pipe.send((*answer, len(dist.distributed_c10d._world.pg_map)))
