@@ -129,7 +129,7 @@ def module_edges() -> dict[str, set[str]]:
         typed = {
             line.lineno
             for node in nodes(source.tree)
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
             for line in node.body
         }
         found = {module for module, line in imports(source) if line not in typed}

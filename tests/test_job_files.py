@@ -5,8 +5,8 @@ Command lines are read by the command's own parser. What the scripts do under a 
 
 from __future__ import annotations
 
+import ast
 import io
-import json
 import os
 import re
 import shlex
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from covering import with_slow
 from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,17 +59,19 @@ SCORING: dict[str, Any] = GPUS | {
 KINDS = ("slurm", "kubernetes", "skypilot")
 WIDE: dict[str, Any] = {"generator": {"replicas": 2, "tensor_parallel": 4}}
 
-# A stand-in notes its call (program, arguments, some of its environment) and then does what its lines say.
+# A stand-in notes its call (program, arguments, some of its environment) and then does what its lines say. Each imports
+# as little as it can: a test starts many.
 STAND_IN = """#!{python} -IS
-import json, os, pathlib, subprocess, sys
-name, args, env = pathlib.Path(sys.argv[0]).name, sys.argv[1:], os.environ
-folder = pathlib.Path(sys.argv[0]).parent
-with open(folder.parent / "calls.jsonl", "a") as calls:
+import os, sys
+name, args, env = os.path.basename(sys.argv[0]), sys.argv[1:], os.environ
+noted = os.path.join(os.path.dirname(os.path.dirname(sys.argv[0])), "calls")
+with open(noted, "a") as calls:
     seen = {{key: value for key, value in env.items() if key.startswith(("SLURM", "SLIPSTREAM"))}}
     stdin = sys.stdin.read() if "/dev/stdin" in " ".join(args) else ""
-    calls.write(json.dumps([name, args, seen, os.getcwd(), stdin]) + "\\n")
+    calls.write(ascii([name, args, seen, os.getcwd(), stdin]) + "\\n")
 def counted():
-    return sum(json.loads(line)[0] == name for line in (folder.parent / "calls.jsonl").read_text().splitlines())
+    with open(noted) as calls:
+        return sum(line.startswith("[" + ascii(name) + ",") for line in calls)
 {body}
 """
 BODIES = {
@@ -76,11 +79,12 @@ BODIES = {
     "srun": (
         "command = [arg for i, arg in enumerate(args) if not all(a.startswith('--') for a in args[:i + 1])]\n"
         "nodes = int(env['SLURM_JOB_NUM_NODES'])\n"
-        "codes = [subprocess.run(command, env={**env, 'SLURM_NODEID': str(n)}).returncode for n in range(nodes)]\n"
+        "of = [{**env, 'SLURM_NODEID': str(n)} for n in range(nodes)]\n"
+        "codes = [os.spawnvpe(os.P_WAIT, command[0], command, each) for each in of]\n"
         "sys.exit(max(codes))"
     ),
     "slipstream": (
-        "if '--address-file' in args: pathlib.Path(args[args.index('--address-file') + 1]).write_text('10.0.0.1:5')\n"
+        "if '--address-file' in args: open(args[args.index('--address-file') + 1], 'w').write('10.0.0.1:5')\n"
         "sys.exit(int(env.get('EXIT', 0)))"
     ),
     "squeue": "print(env.get('QUEUED', ''))",
@@ -126,8 +130,8 @@ class Cluster:
 
     def calls(self, program: str) -> list[list[Any]]:
         """[arguments, environment, working folder, standard input] of all calls of `program` so far."""
-        lines = (self.root / "calls.jsonl").read_text().splitlines()
-        return [call for name, *call in map(json.loads, lines) if name == program]
+        lines = (self.root / "calls").read_text().splitlines()
+        return [call for name, *call in map(ast.literal_eval, lines) if name == program]
 
     def arguments(self, program: str) -> list[list[str]]:
         return [call[0] for call in self.calls(program)]
@@ -523,21 +527,25 @@ def test_each_replica_is_an_element_of_an_array(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("script", "code", "restarts", "again"),
-    [
-        ("controller.sbatch", 0, 0, False),
-        ("controller.sbatch", 1, 0, True),
-        ("controller.sbatch", 137, CONTROLLER_RESTARTS - 1, True),
-        ("controller.sbatch", 1, CONTROLLER_RESTARTS, False),
-        ("controller.sbatch", 2, 0, False),
-        ("controller.sbatch", 130, 0, False),
-        ("trainer.sbatch", 1, GROUP_RESTARTS - 1, True),
-        ("trainer.sbatch", 1, GROUP_RESTARTS, False),
-        ("generator.sbatch", 0, 0, False),
-        ("generator.sbatch", 1, 0, True),
-        ("generator.sbatch", 2, 0, False),
-        ("reward_models.sbatch", 1, 0, True),
-        ("reference.sbatch", 2, 0, False),
-    ],
+    with_slow(
+        [
+            ("controller.sbatch", 0, 0, False),
+            ("controller.sbatch", 137, CONTROLLER_RESTARTS - 1, True),
+            ("controller.sbatch", 1, CONTROLLER_RESTARTS, False),
+            ("controller.sbatch", 130, 0, False),
+            ("trainer.sbatch", 1, GROUP_RESTARTS - 1, True),
+            ("trainer.sbatch", 1, GROUP_RESTARTS, False),
+            ("generator.sbatch", 1, 0, True),
+            ("reward_models.sbatch", 1, 0, True),
+            ("reference.sbatch", 2, 0, False),
+        ],
+        [
+            ("controller.sbatch", 1, 0, True),
+            ("controller.sbatch", 2, 0, False),
+            ("generator.sbatch", 0, 0, False),
+            ("generator.sbatch", 2, 0, False),
+        ],
+    ),
 )
 def test_a_job_that_failed_starts_again_by_itself_and_alone(
     cluster: Cluster, script: str, code: int, restarts: int, again: bool
@@ -625,7 +633,7 @@ def test_the_last_job_cancels_the_groups(cluster: Cluster) -> None:
     assert sbatch_options((cluster.folder / "end.sbatch").read_text())["time"] == "5"
 
 
-@pytest.mark.parametrize("overrides", [{}, SCORING], ids=["cpu", "scoring"])
+@pytest.mark.parametrize("overrides", [pytest.param({}, marks=pytest.mark.slow), SCORING], ids=["cpu", "scoring"])
 def test_every_job_ends_with_the_controller(cluster: Cluster, overrides: dict[str, Any]) -> None:
     cluster.slurm(overrides)
     assert cluster.run(str(cluster.folder / "submit.sh")) == 0
@@ -676,7 +684,9 @@ def test_options_that_would_not_be_one_word_are_refused(option: str, value: str)
 # Kubernetes
 
 
-@pytest.mark.parametrize("overrides", [{}, GPUS, SCORING], ids=["cpu", "gpus", "scoring"])
+@pytest.mark.parametrize(
+    "overrides", [{}, pytest.param(GPUS, marks=pytest.mark.slow), SCORING], ids=["cpu", "gpus", "scoring"]
+)
 def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, Any]) -> None:
     objects = manifests(run_files("kubernetes", overrides))
     service = objects["Service", "run-a"]["spec"]
@@ -729,7 +739,7 @@ def test_pods_find_each_other_through_one_headless_service(overrides: dict[str, 
 
 def test_names_of_pods_are_names_of_dns() -> None:
     name = "a" * 40
-    overrides = SCORING | {"generator": {"replicas": 100}}
+    overrides = SCORING | {"generator": {"replicas": 11}}
     for (_, each), value in manifests(kubernetes_files(config(overrides), name, image="i")).items():
         index = value["spec"]["completions"] - 1 if value["kind"] == "Job" else 0
         assert re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", f"{each}-{index}"), each
@@ -818,7 +828,9 @@ def test_an_image_is_needed(image: str | None) -> None:
 # SkyPilot
 
 
-@pytest.mark.parametrize("overrides", [{}, GPUS, SCORING], ids=["cpu", "gpus", "scoring"])
+@pytest.mark.parametrize(
+    "overrides", [{}, pytest.param(GPUS, marks=pytest.mark.slow), SCORING], ids=["cpu", "gpus", "scoring"]
+)
 def test_tasks_find_each_other_by_the_names_of_their_group(overrides: dict[str, Any], cluster: Cluster) -> None:
     files = run_files("skypilot", overrides)
     header = next(documents(files["run.yaml"]))
@@ -921,7 +933,7 @@ def test_the_command_writes_the_files_and_starts_nothing(kind: str, cluster: Clu
     assert cli.main(argv) == 0
     files = {path.name: path for path in folder.iterdir()}
     assert os.access(files["submit.sh"], os.X_OK)
-    assert not (cluster.root / "calls.jsonl").exists()
+    assert not (cluster.root / "calls").exists()
     if kind == "slurm":
         assert resolve(files["recipe.toml"]).trainer.ranks == 2
         assert f"cd '{cluster.work}'" in files["trainer.sbatch"].read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,15 @@ ALLOWED = {
 }
 
 
+_WORDS = [set(re.findall(r"\w+", name)) for name in (*MODULES, *CALLS, *METHODS, *TEXTS)]
+
+
+def may_have_some(source: str) -> bool:
+    """Whether all words of one of the names are in the text: what has none need not be parsed, which takes seconds."""
+    words = set(re.findall(r"\w+", source))
+    return any(of_one <= words for of_one in _WORDS)
+
+
 def found_in(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -83,7 +93,8 @@ def test_nothing_in_the_package_unpickles() -> None:
     found = {
         (str(path.relative_to(SOURCE)), what)
         for path in sorted(SOURCE.rglob("*.py"))
-        for what in found_in(path.read_text())
+        if may_have_some(text := path.read_text())
+        for what in found_in(text)
     }
     assert found == set(ALLOWED), (
         "what is read from outside must be JSON, msgpack or safetensors; or say why it is safe"
@@ -110,6 +121,7 @@ def test_nothing_in_the_package_unpickles() -> None:
 )
 def test_what_would_unpickle_is_found(source: str, what: str) -> None:
     assert list(found_in(source)) == [what]
+    assert may_have_some(source)
 
 
 def test_what_only_sounds_like_it_is_not() -> None:

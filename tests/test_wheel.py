@@ -52,25 +52,38 @@ def site(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def installed(site: Path, *command: str, cwd: Path) -> str:
-    """What `slipstream COMMAND` of the wheel prints in another folder."""
+COMMANDS = """
+import sys
+from slipstream.cli import main
+for command in sys.argv[1:]:
+    print("$", command, flush=True)
+    main(command.split())
+    sys.stderr.flush()
+"""
+
+
+def installed(site: Path, *commands: str, cwd: Path) -> list[str]:
+    """What each `slipstream COMMAND` of the wheel prints in another folder; one process imports for all of them."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "slipstream.cli", *command],
+        [sys.executable, "-P", "-c", COMMANDS, *commands],
         env=os.environ | {"PYTHONPATH": str(site), "COLUMNS": "200"},
         cwd=cwd,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
     )
-    assert not (set(done.stderr.split()) & {"Traceback"}), done.stderr
-    return done.stdout + done.stderr
+    assert "Traceback" not in done.stdout.split(), done.stdout
+    assert done.returncode == 0, done.stdout
+    _, *told = done.stdout.split("$ ")
+    assert len(told) == len(commands), done.stdout
+    return told
 
 
 def test_a_wheel_has_its_recipes_and_tells_what_they_need(site: Path, tmp_path: Path) -> None:
-    told = installed(site, "recipes", cwd=tmp_path)
-    assert str(site / "slipstream" / "recipes") in told
-    assert "needs HuggingFaceTB/SmolLM2-135M-Instruct" in told
-    told = installed(site, "run", "stylistic", cwd=tmp_path)
+    recipes, told = installed(site, "recipes", "run stylistic", cwd=tmp_path)
+    assert str(site / "slipstream" / "recipes") in recipes
+    assert "needs HuggingFaceTB/SmolLM2-135M-Instruct" in recipes
     assert "dataset not found" in told
     assert "`slipstream recipes` tells what a shipped recipe needs" in told
     assert list(tmp_path.iterdir()) == []

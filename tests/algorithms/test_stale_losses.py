@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import evaluate, finite_differences, random_inputs
@@ -227,8 +228,9 @@ def test_the_cutoff_is_the_same_however_ranks_divide_the_tokens(squares, cuts, t
 # mu-GRPO
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@drawn(
+    20,
+    60,
     completions=st.lists(
         st.tuples(
             st.sampled_from([-1.5, 0.0, 0.7]), st.lists(st.sampled_from([0.02, 0.5, 1.0, 3.0, 40.0]), min_size=1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.algorithms.advantages import gae, place_scores, vtrace, whiten_parts
@@ -71,8 +71,7 @@ lengths_of_sequences = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 fractions = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 
 
-@settings(max_examples=80, deadline=None)
-@given(lengths=lengths_of_sequences, gamma=fractions, lam=fractions, seed=st.integers(0, 2**31))
+@drawn(25, 80, lengths=lengths_of_sequences, gamma=fractions, lam=fractions, seed=st.integers(0, 2**31))
 def test_packed_gae_and_vtrace_equal_the_definitions_alone(lengths, gamma, lam, seed):
     generator = torch.Generator().manual_seed(seed)
     rewards, values, log_ratios = (

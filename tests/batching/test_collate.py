@@ -136,7 +136,9 @@ def test_golden_packing_of_pairs():
         collate(first + second[:1], 10, atom_size=2)
 
 
-@given(
+@drawn(
+    30,
+    100,
     shapes=st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=4, max_size=4)), max_size=6),
     capacity=st.integers(1, 60),
     atom_size=st.sampled_from([1, 2, 4]),
@@ -197,7 +199,9 @@ def test_every_target_once_capacity_and_order(shapes, capacity):
     assert 0 <= padded_layout_frac(packed) < 1
 
 
-@given(
+@drawn(
+    30,
+    100,
     groups=st.lists(
         st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8
     ),

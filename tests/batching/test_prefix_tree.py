@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.batching import prefix_tree
@@ -59,7 +60,9 @@ def completion(key: tuple[int, int], prompt: list[int], own: list[int], routes: 
 two = st.integers(0, 1)
 
 
-@given(
+@drawn(
+    30,
+    100,
     prompts=st.lists(st.lists(two, min_size=1, max_size=3), min_size=1, max_size=2),
     own=st.lists(
         st.tuples(two, st.lists(two, min_size=1, max_size=5), st.lists(two, min_size=8, max_size=8)), min_size=1
@@ -119,8 +122,9 @@ def test_what_shares_most_goes_together() -> None:
     assert first_fit([*atoms, wide], 2 + 4 + 4 * 3 + 1) == [[0, 2, 4, 6], [1, 3, 5, 7], [8]]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@drawn(
+    20,
+    60,
     shapes=st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=6)), min_size=1),
         min_size=1,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from covering import with_slow
 
 from slipstream.controller import nursery as module
 from slipstream.controller.nursery import Nursery
@@ -100,7 +101,8 @@ def test_a_nursery_that_was_killed_is_replaced(nursery: Nursery, tmp_path: Path)
     assert nursery._process.pid != killed
 
 
-def test_it_is_asked_from_several_threads(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_threads", with_slow([4], [8]))
+def test_it_is_asked_from_several_threads(nursery: Nursery, tmp_path: Path, num_threads: int) -> None:
     pids: list[int] = []
     nurseries: set[int] = set()
 
@@ -109,14 +111,14 @@ def test_it_is_asked_from_several_threads(nursery: Nursery, tmp_path: Path) -> N
         assert nursery._process is not None
         nurseries.add(nursery._process.pid)
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
+    threads = [threading.Thread(target=start) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(pids)) == 8
+    assert len(set(pids)) == num_threads
     assert len(nurseries) == 1, "it outlives the thread that started it"
-    assert [status(pid) for pid in pids] == [1] * 8
+    assert [status(pid) for pid in pids] == [1] * num_threads
 
 
 def test_one_that_cannot_start_is_an_error(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

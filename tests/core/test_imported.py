@@ -292,12 +292,15 @@ def test_everything_given_is_converted_or_named() -> None:
     known = {name: value for fields in FIELDS_OF_TRL.values() for name, value in fields.items()}
     plain, _ = converted()
     silent = []
+    bases: dict[frozenset[str], ImportedConfig] = {}
     for name, default in known.items():
         value = EXAMPLES.get(name, other_than(default))
         beside = {key: one for key, one in NEEDED.items() if name.startswith(key)}
-        base = import_config(WHOLE | {k: v for one in beside.values() for k, v in one.items()})
+        needed = {k: v for one in beside.values() for k, v in one.items()}
+        if (base := bases.get(frozenset(beside))) is None:
+            base = bases[frozenset(beside)] = import_config(WHOLE | needed)
         try:
-            found = import_config(WHOLE | {k: v for one in beside.values() for k, v in one.items()} | {name: value})
+            found = import_config(WHOLE | needed | {name: value})
         except ConfigError as refused:
             raise AssertionError(name) from refused
         check_before_a_run(resolve(tomllib.loads(found.toml)))

@@ -188,12 +188,14 @@ script()
         ("run quickstart", "pydantic_core", signal.SIGHUP),
         pytest.param("run quickstart", "slipstream.api", signal.SIGINT, marks=pytest.mark.slow),
         ("run quickstart", "torch", signal.SIGINT),
-        ("eval run", "slipstream.evals.target", signal.SIGINT),
+        pytest.param("eval run", "slipstream.evals.target", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("report run", "slipstream.observe.report", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("watch run", "slipstream.observe.watch", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("plan llama-3.1-8b --gpus 16", "slipstream.plan.answer", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("simulate run", "slipstream.plan.what_if", signal.SIGINT, marks=pytest.mark.slow),
-        ("launch quickstart --group controller", "slipstream.launch", signal.SIGTERM),
+        pytest.param(
+            "launch quickstart --group controller", "slipstream.launch", signal.SIGTERM, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_while_a_command_is_imported_a_signal_ends_it_with_one_line(

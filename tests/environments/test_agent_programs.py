@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,12 @@ from test_workers import trees
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.environments.answers import LastWord, Lost
+from slipstream.environments.hosting import HostSetup
+from slipstream.environments.sources import make_source
 from slipstream.environments.workers import EnvironmentPool
 
 MakePool = Callable[..., EnvironmentPool]
+Kept = tuple[EnvironmentPool, VirtualClock, Path]
 LIMIT_S = 7.0
 
 PROGRAM = """
@@ -91,6 +94,24 @@ def make(make_agents_in_workers: MakePool) -> MakePool:
     return make_agents_in_workers
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """A pool that plays `PROGRAM`, for tests at whose ends no episode is open and its worker lives; its clock, and
+    the folder of the program."""
+    needs_loopback()
+    needs("network")
+    clock = VirtualClock()
+    folder = tmp_path_factory.mktemp("program")
+    sources = [make_source("program", command=script(folder, PROGRAM))]
+    setup = HostSetup(sources, memory_bytes=512 << 20, step_limit_s=LIMIT_S, network="gateway")
+    pool = EnvironmentPool(setup, num_workers=1, num_spares=0, clock=clock)
+    try:
+        pool.wait_ready()
+        yield pool, clock, folder
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("do", "reason"),
     [
@@ -101,10 +122,9 @@ def make(make_agents_in_workers: MakePool) -> MakePool:
         ("exit", "exit code 1: no more"),
     ],
 )
-def test_a_program_that_fails_costs_its_own_episode(make: MakePool, tmp_path: Path, do: str, reason: str) -> None:
+def test_a_program_that_fails_costs_its_own_episode(kept: Kept, do: str, reason: str) -> None:
     needs("user", "processes")
-    clock = VirtualClock()
-    pool = make(("program", script(tmp_path, PROGRAM)), step_limit_s=LIMIT_S, clock=clock)
+    pool, clock, _ = kept
     for key, deed in (("bad", do), ("good", "none")):
         pool.open(key, 0, {"do": deed, "reward": 1.5})
     asked = {one.key: one for one in wait_for(pool, 2)}
@@ -144,10 +164,10 @@ def test_processes_that_are_left_behind_leave_room_for_the_next_program(make: Ma
     assert pool.num_restarts == 0
 
 
-def test_a_program_writes_nothing_outside_its_folder(make: MakePool, tmp_path: Path) -> None:
+def test_a_program_writes_nothing_outside_its_folder(kept: Kept) -> None:
     needs("files", "user")
-    pool = make(("program", script(tmp_path, PROGRAM)))
-    paths = [str(tmp_path / "marker"), "/marker", "/etc/marker", "/dev/shm/marker", "/proc/1/comm"]
+    pool, _, seen = kept
+    paths = [str(seen / "marker"), "/marker", "/etc/marker", "/dev/shm/marker", "/proc/1/comm"]
     pool.open("a", 0, {"do": "write", "paths": paths, "reward": 1.0})
     assert rewards(ends(pool, 1)) == {"a": 1.0}
     assert not any(Path(path).exists() for path in paths[:4])
@@ -281,7 +301,7 @@ def test_a_program_for_all_that_cannot_start_again_is_tried_no_more_often_than_e
         ("import sys; sys.exit('no luck')", "it ended: no luck"),
         ("print('hello', flush=True); input()", "and not b'hello"),
         ("""print('{"error": "no such task"}', flush=True)""", "no such task"),
-        ("print('x' * (2 << 20), flush=True)", "too long"),
+        pytest.param("print('x' * (2 << 20), flush=True)", "too long", marks=pytest.mark.slow),
     ],
 )
 def test_a_program_for_all_that_is_not_ready_is_an_error_before_anything_starts(

@@ -620,12 +620,12 @@ def play_anything(rng: random.Random, speech: Spoken) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OWN_FAMILIES)
-@drawn(5, 60, rng=st.randoms(use_true_random=False))
+@drawn(3, 60, rng=st.randoms(use_true_random=False))
 def test_what_is_sampled_is_what_is_read_and_trained(name: str, rng: random.Random) -> None:
     play_anything(rng, spoken(name))
 
 
-@pytest.mark.parametrize("name", with_slow(["llama3.1", "no template"], ["qwen2.5"]))
+@pytest.mark.parametrize("name", with_slow(["llama3.1"], ["no template", "qwen2.5"]))
 def test_episodes_go_on_fork_and_are_refused(name: str) -> None:
     """That is, the property above is about something."""
     seen = Counter(one for seed in range(40) for one in play_anything(random.Random(seed), spoken(name)))

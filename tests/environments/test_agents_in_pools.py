@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import with_slow
 from drive import GENEROUS_S, ends, repeat, reply, rewards, until, wait_for
 from processes import descendants, is_alive
 
@@ -32,10 +33,11 @@ INLINE = pytest.mark.parametrize(
 
 
 def in_both(argument: str, *values: Any, alone: Any) -> pytest.MarkDecorator:
-    """All `values` of an argument in this process, and among the slow tests in workers; there `alone` is always run."""
+    """The value `alone` of an argument in workers, the other `values` in this process; all pairs in the slow tests."""
     pairs = [(where, value) for where in ("in_workers", "inline") for value in values]
     each = [
-        pytest.param(*pair, marks=[] if pair[0] == "inline" or pair[1] == alone else pytest.mark.slow) for pair in pairs
+        pytest.param(*pair, marks=[] if (pair[0] == "in_workers") == (pair[1] == alone) else pytest.mark.slow)
+        for pair in pairs
     ]
     return pytest.mark.parametrize(("make_agents", argument), each, indirect=["make_agents"])
 
@@ -86,6 +88,40 @@ LINES = """
 """
 
 
+POST = """
+    import json, os, sys
+    from http.client import HTTPConnection  # imported in a fraction of the time of OpenAI's
+    def post(base_url, api_key, text):
+        place, _, path = base_url.removeprefix("http://").partition("/")
+        http = HTTPConnection(place)
+        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]})
+        http.request("POST", f"/{path}/chat/completions", body, {"authorization": f"Bearer {api_key}"})
+        return json.loads(http.getresponse().read())["choices"][0]["message"]["content"]
+"""
+LIGHT_PROGRAM = (
+    POST
+    + """
+    row = json.loads(sys.stdin.readline())
+    said = post(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row["text"])
+    print(json.dumps({"reward": len(said)}))
+"""
+)
+LIGHT_LINES = (
+    POST
+    + """
+    import threading
+    def play(told):
+        said = post(told["base_url"], told["api_key"], told["row"]["text"])
+        print(json.dumps({"episode": told["episode"], "reward": len(said)}), flush=True)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        told = json.loads(line)
+        if "cancel" not in told:
+            threading.Thread(target=play, args=[told], daemon=True).start()
+"""
+)
+
+
 def script(folder: Path, text: str) -> list[str]:
     """Write a program; return the words of its command."""
     path = folder / f"agent_{len(list(folder.iterdir()))}.py"
@@ -96,7 +132,7 @@ def script(folder: Path, text: str) -> list[str]:
 
 @in_both("name", *TALKS, alone="run")
 def test_forty_episodes_talk_at_once_and_each_has_its_own_reward(make_agents: MakePool, name: str) -> None:
-    pool = make_agents(name)
+    pool = make_agents(name, "run_plain")  # in workers a pool that other tests play, too
     for key in range(40):
         pool.open(key, 0, {"do": "talk", "text": "x" * key, "turns": 1 + key % 3})
     asked: dict[Any, list[int]] = {}
@@ -270,7 +306,7 @@ def test_an_error_costs_its_own_episode(make_agents: MakePool) -> None:
 def test_an_agent_that_hangs_is_late_by_its_own_time_alone(make_agents: MakePool, turns: int) -> None:
     """The time of the policy is not its own: it may take for ever."""
     clock = VirtualClock()
-    pool = make_agents("run", step_limit_s=LIMIT_S, clock=clock)
+    pool = make_agents("run_light", step_limit_s=LIMIT_S, clock=clock)
     pool.open("a", 0, {"do": "hang", "turns": turns})
     pool.poll()
     for _ in range(turns):
@@ -327,7 +363,8 @@ def test_what_cannot_be_cancelled_costs_its_worker(make_agents: MakePool, name: 
     """And where it is shut, too: nothing of it may go on behind the pool's back."""
     row = {"do": "swallow", "turns": 0} if name == "run" else {"do": "hang"}
     clock = VirtualClock()
-    pool = make_agents(name, "run", step_limit_s=LIMIT_S, clock=clock)
+    light = "run_light" if name == "run" else name
+    pool = make_agents(light, "run_light", step_limit_s=LIMIT_S, clock=clock)
     pool.open("holds", 0, {**row, "turns": 1})
     [one] = wait_for(pool, 1)
     assert isinstance(one, Asked)
@@ -354,9 +391,12 @@ def until_it_holds(pool: EpisodePool) -> None:
     ends(pool, 1)
 
 
-def test_one_that_blocks_the_loop_costs_all_that_share_it(make_agents: MakePool) -> None:
+def test_one_that_blocks_the_loop_costs_all_that_share_it(
+    make_agents: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.environments.inline._JOIN_S", 0.1)  # for a loop that does not end
     clock = VirtualClock()
-    pool = make_agents("run", step_limit_s=LIMIT_S, clock=clock)
+    pool = make_agents("run_light", step_limit_s=LIMIT_S, clock=clock)
     pool.open("waits", 0, {"do": "hang", "turns": 1})
     wait_for(pool, 1)
     pool.open("blocks", 0, {"do": "block"})
@@ -371,7 +411,7 @@ def test_one_that_blocks_the_loop_costs_all_that_share_it(make_agents: MakePool)
 
 
 def test_keys_of_others_wrong_ones_and_none_are_refused(make_agents: MakePool) -> None:
-    pool = make_agents("run")
+    pool = make_agents("run", "run_plain")
     pool.open("other", 0, {"do": "show_keys", "text": "x"})
     [asked] = wait_for(pool, 1)
     assert isinstance(asked, Asked)
@@ -415,7 +455,7 @@ def test_bodies_that_are_too_large_are_refused(make_agents: MakePool) -> None:
 
 
 @INLINE
-@pytest.mark.parametrize(("count", "error"), [(63, "none"), (64, "429 too_many_pending")])
+@pytest.mark.parametrize(("count", "error"), with_slow([(64, "429 too_many_pending")], [(63, "none")]))
 def test_a_request_that_was_given_up_holds_its_place_until_its_turn_is_there(
     make_agents: MakePool, count: int, error: str
 ) -> None:
@@ -439,7 +479,8 @@ def test_open_episodes_end_with_their_pool_and_nothing_is_left(
     before = {thread.ident for thread in threading.enumerate()}
     descriptors = len(os.listdir("/proc/self/fd"))
     others = set(descendants(os.getpid()))  # of tests before this one, such as the process that renders chats
-    pool = make_agents("run", "run_plain", ("program", script(tmp_path, PROGRAM)), ("lines", script(tmp_path, LINES)))
+    programs = ("program", script(tmp_path, LIGHT_PROGRAM)), ("lines", script(tmp_path, LIGHT_LINES))
+    pool = make_agents("run", "run_plain", *programs)
     for source in range(4):
         pool.open(source, source, {"do": "talk", "text": "abc", "turns": 1})
         pool.open(4 + source, source, {"do": "talk", "text": "abc", "turns": 1})
@@ -455,13 +496,14 @@ def test_open_episodes_end_with_their_pool_and_nothing_is_left(
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@INLINE
 def test_nothing_of_an_episode_is_left_in_its_host(make_agents: MakePool, tmp_path: Path) -> None:
-    pool = make_agents("run", "run_plain", ("program", script(tmp_path, "print(0.5)")))
+    pool = make_agents("run", "run_plain", ("program", script(tmp_path, "print(0.5)")), "run_light")
 
     def counted() -> list[float]:
         kinds = ["descriptors", "threads"]
         for kind in kinds:
-            pool.open(kind, 0, {"do": "give", "what": kind})
+            pool.open(kind, 3, {"do": "give", "what": kind})
         found = rewards(ends(pool, 2))
         return [found[kind] or 0.0 for kind in kinds]
 

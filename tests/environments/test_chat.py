@@ -31,6 +31,7 @@ from slipstream.core.recipes import resolve
 from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.environments import chat as chat_module
+from slipstream.environments import rehearsal
 from slipstream.environments.build import build_chat
 from slipstream.environments.chat import PlainChat, TemplateChat
 from slipstream.environments.chat_proof import prove
@@ -105,7 +106,7 @@ def messages_of(family: Family, contents: st.SearchStrategy[str]) -> st.SearchSt
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@drawn(12, 60, data=st.data())
+@drawn(6, 60, data=st.data())
 def test_turns_and_observations_are_the_ids_of_the_whole_chat(
     chats: dict[str, TemplateChat], name: str, data: st.DataObject
 ) -> None:
@@ -127,6 +128,22 @@ def test_turns_and_observations_are_the_ids_of_the_whole_chat(
         history += [{"role": "assistant", "content": text}, *said]
     assert stopped == oracle(family, history)
     assert cut == oracle(family, history)
+
+
+def test_prompts_are_chats_where_there_is_a_template_and_there_alone(chats: dict[str, TemplateChat]) -> None:
+    """As a rehearsal asks before a run begins (`test_bad_environments.py`)."""
+    text = Prompt(prompt_id="0", text="q", tokens=row([1]), task="")
+    chat = Prompt(prompt_id="1", text="q", tokens=row([1]), task="", messages=[{"role": "user", "content": "q"}])
+    template, plain = chats["qwen2.5"], PlainChat(CharTokenizer())
+    rehearsal._check_kind(template, [chat, chat])
+    rehearsal._check_kind(plain, [text, text])
+    with pytest.raises(
+        ConfigError, match=r"tools are told to the policy by its chat template(.|\n)*plain text 'q'"
+    ) as told:
+        rehearsal._check_kind(template, [chat, text])
+    assert "prompts.chat = true" in str(told.value)
+    with pytest.raises(ConfigError, match=r"written as plain text, and a prompt is a chat"):
+        rehearsal._check_kind(plain, [text, chat])
 
 
 def test_turns_have_the_variables_of_the_recipe() -> None:

@@ -610,8 +610,9 @@ def test_garbage_ends_its_connection_alone(data: bytes, caplog: pytest.LogCaptur
         + b"x" * 0x7000,
     ],
 )
-def test_a_body_above_the_limit_is_not_waited_for(data: bytes) -> None:
+def test_a_body_above_the_limit_is_not_waited_for(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of these bodies ever ends: only who stops reading can answer."""
+    monkeypatch.setattr(gateway, "DRAIN_LIMIT_S", 0.2)
 
     async def scenario(endpoint: Scripted, server: GatewayServer, _: AsyncOpenAI) -> None:
         response = await talk(server, data)
@@ -691,7 +692,7 @@ def test_the_next_head_has_its_time_too() -> None:
 def test_a_turn_that_takes_longer_than_a_head_may_is_waited_for() -> None:
     async def answer(ask: Ask) -> TurnReply:
         over = asyncio.Event()
-        asyncio.get_running_loop().call_later(1.2, over.set)
+        asyncio.get_running_loop().call_later(0.8, over.set)
         await over.wait()
         return reply_of("late")
 
@@ -699,7 +700,7 @@ def test_a_turn_that_takes_longer_than_a_head_may_is_waited_for() -> None:
         first = post(b'{"prompt": "x"}').replace(b"Connection: close\r\n", b"")
         assert (await talk(server, first + post(b'{"prompt": "x"}'))).count(b'"late"') == 2
 
-    play(scenario, answer, idle_limit_s=0.8)
+    play(scenario, answer, idle_limit_s=0.5)
 
 
 def test_connections_are_bounded() -> None:
@@ -813,7 +814,10 @@ def test_a_client_that_does_not_read_its_response_does_not_keep_the_server() -> 
     asyncio.run(whole())
 
 
-def test_an_ask_that_will_not_be_cancelled_does_not_keep_the_server() -> None:
+def test_an_ask_that_will_not_be_cancelled_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "STOP_LIMIT_S", 0.4)
+    monkeypatch.setattr(gateway, "CANCEL_LIMIT_S", 0.2)
+
     async def whole() -> None:
         may_end = asyncio.get_running_loop().create_future()
 

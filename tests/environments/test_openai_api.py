@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -280,10 +280,16 @@ BODIES = st.dictionaries(KEYS | st.text(max_size=3), JSONS) | st.fixed_dictionar
 )
 
 
-@settings(max_examples=40)
-@given(BODIES)
-@example({"messages": [{"role": "user", "content": "\ud800"}], "prompt": ["\udfff"], "stop": "\udfff"})
+@drawn(15, 40, body=BODIES)
 def test_any_body_gives_an_ask_that_can_be_sent_on_or_is_refused(body: dict[str, Any]) -> None:
+    check_body(body)
+
+
+def test_half_of_a_character_is_sent_on_or_refused() -> None:
+    check_body({"messages": [{"role": "user", "content": "\ud800"}], "prompt": ["\udfff"], "stop": "\udfff"})
+
+
+def check_body(body: dict[str, Any]) -> None:
     for read in (chat_ask, completions_ask, response_form):
         found: Any = None
         sentence = "read"
@@ -452,7 +458,12 @@ VALUES = st.recursive(
 )
 
 
-@given(TEXT, st.lists(st.tuples(TEXT.filter(bool), st.dictionaries(TEXT, VALUES, max_size=3)), min_size=1, max_size=4))
+@drawn(
+    25,
+    100,
+    content=TEXT,
+    calls=st.lists(st.tuples(TEXT.filter(bool), st.dictionaries(TEXT, VALUES, max_size=3)), min_size=1, max_size=4),
+)
 def test_a_turn_comes_back_as_it_was_sampled(content: str, calls: list[tuple[str, Any]]) -> None:
     """What a client sends back unchanged is the message that the policy's text was parsed to: its context goes on."""
     written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]

@@ -237,7 +237,8 @@ def test_an_async_call_that_cannot_be_cancelled_is_like_a_plain_one(make_pool: M
     assert not is_jailed or (isinstance(told["idle"], Lost) and told["idle"].is_guilty is False)
 
 
-def test_who_blocks_all_async_environments_is_not_known(make_pool: MakePool) -> None:
+def test_who_blocks_all_async_environments_is_not_known(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.environments.inline._JOIN_S", 0.1)  # for a loop that does not end
     clock = VirtualClock()
     pool = make_pool("AsyncHostile", step_limit_s=LIMIT_S, clock=clock)
     opened(pool, ["waits", "blocks", "idle"], 0)

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
@@ -39,7 +39,7 @@ class Halving:
         return str(self.guess)
 
 
-@given(st.integers(1, 200), st.data())
+@drawn(30, 100, n=st.integers(1, 200), data=st.data())
 def test_halving_finds_every_number(n: int, data: st.DataObject) -> None:
     target = data.draw(st.integers(1, n))
     played = episode(Guess(n, 16), Halving(n), str(target))
@@ -116,7 +116,12 @@ def test_a_question_that_is_no_expression() -> None:
 NUMBERS = st.integers(-999, 999).map(str)
 
 
-@given(st.lists(st.tuples(st.sampled_from("+-*"), NUMBERS, st.sampled_from(["", " "])), max_size=6), NUMBERS)
+@drawn(
+    40,
+    100,
+    rest=st.lists(st.tuples(st.sampled_from("+-*"), NUMBERS, st.sampled_from(["", " "])), max_size=6),
+    first=NUMBERS,
+)
 def test_expressions_have_pythons_value(rest: list[tuple[str, str, str]], first: str) -> None:
     expression = first + "".join(f"{space}{operator}{space}{number}" for operator, number, space in rest)
     assert calculate(expression) == eval(expression)
@@ -134,7 +139,7 @@ def test_what_is_no_expression(expression: str) -> None:
         calculate(expression)
 
 
-@given(st.text(max_size=80) | st.text("0123456789+-* ", max_size=80))
+@drawn(50, 100, expression=st.text(max_size=80) | st.text("0123456789+-* ", max_size=80))
 def test_no_text_raises_anything_else(expression: str) -> None:
     try:
         value = calculate(expression)

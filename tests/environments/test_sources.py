@@ -136,6 +136,7 @@ def test_what_the_text_shows_is_refused_before_an_import(fields: dict[str, Any],
         ({"kind": "class", "path": "slipstream.environments.protocol:Environment"}, "no method 'step'"),
         ({"kind": "tools", "tools": [f"{FILE}:no_tool"]}, r"tool 'no_tool' has (.|\n)*user_environments.py, line"),
         ({"kind": "tools", "tools": [f"{FILE}:add", f"{FILE}:add"]}, "two tools have the name 'add'"),
+        ({"kind": "agent", "path": f"{FILE}:subtract"}, "subtract' cannot be called: (.|\\n)*api_key"),
     ],
 )
 def test_what_an_import_shows_is_refused_then(fields: dict[str, Any], lesson: str) -> None:

@@ -203,7 +203,7 @@ def rendered(format: str, calls: list[tuple[str, Any]], is_ascii: bool) -> str:
     return f"<tool_call>[{', '.join(texts)}]</tool_call>"
 
 
-@drawn(40, 100, format=st.sampled_from(FORMATS), calls=CALLS, is_ascii=st.booleans())
+@drawn(20, 100, format=st.sampled_from(FORMATS), calls=CALLS, is_ascii=st.booleans())
 def test_calls_are_read_as_they_were_written(format: str, calls: list[tuple[str, Any]], is_ascii: bool) -> None:
     turn = parse(rendered(format, calls, is_ascii), format)
     assert called(turn) == calls

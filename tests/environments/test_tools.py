@@ -10,7 +10,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 import torch
-from hypothesis import given
+from drawn import drawn
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -304,7 +304,7 @@ def parameters_of(index: int) -> dict[str, Any]:
     return tool_of(tool).parameters
 
 
-@given(st.integers(0, len(HINTS) - 1), JSON)
+@drawn(50, 100, index=st.integers(0, len(HINTS) - 1), value=JSON)
 def test_arguments_fit_where_pydantic_takes_them(index: int, value: Any) -> None:
     """Pydantic's strict reading of the JSON for the same type hint is the oracle."""
     try:

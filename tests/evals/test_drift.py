@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError, ShapeError
@@ -155,15 +155,18 @@ def test_sampled_kl_estimates_the_exact_one() -> None:
     )
     exact = float((np.exp(ours) * (ours - theirs)).sum())
     assert exact > 0.01
-    drawn = np.random.default_rng(0).choice(VOCAB_SIZE, size=4000, p=np.exp(ours) / np.exp(ours).sum())
-    samples = [DriftSample(prompt, np.array([t], dtype=np.int32), np.array([ours[t]], dtype=np.float32)) for t in drawn]
+    tokens = np.random.default_rng(0).choice(VOCAB_SIZE, size=4000, p=np.exp(ours) / np.exp(ours).sum())
+    samples = [
+        DriftSample(prompt, np.array([t], dtype=np.int32), np.array([ours[t]], dtype=np.float32)) for t in tokens
+    ]
     kl = measure_drift(reference, samples).kl
     assert kl is not None
     assert abs(kl.per_sequence.mean - exact) < 4 * kl.per_sequence.standard_error
 
 
-@settings(max_examples=20, deadline=None)
-@given(
+@drawn(
+    8,
+    20,
     shapes=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 1)), min_size=1, max_size=8),
     microbatch_tokens=st.sampled_from([1, 16, 4096]),
 )

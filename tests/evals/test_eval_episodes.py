@@ -168,7 +168,7 @@ def finished_run(out: Path, **more: Any) -> tuple[Path, list[PendingEvaluation]]
 
         patch.setattr(PendingEvaluations, "scored", noted)
         environment = {"class_path": f"{out.parent / 'source.py'}:Echo"}
-        terms = {"terms": [{"function": f"{out.parent / 'source.py'}:vowels", "weight": 0.5}]}
+        terms = {"terms": [{"function": f"{out.parent / 'source.py'}:vowels", "weight": 0.5}], "dry_call": False}
         tables = recipe(environment, rewards=terms, host="inline", groups_per_step=4, completions_per_group=4)
         slipstream.run(tables, overrides=more, out=out, display=False)
     return out, heard
@@ -183,7 +183,7 @@ Run = tuple[Path, list[PendingEvaluation]]
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Run:
-    return finished_run(folder / "run", steps=2, trainer={"optimizer": {"lr": 0.01}})
+    return finished_run(folder / "run", steps=1, trainer={"optimizer": {"lr": 0.01}})
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +243,7 @@ def test_the_transcript_explains_the_reward(evaluated: EvalResult) -> None:
     assert found.episodes.num_turns == pytest.approx(sum(turns) / NUM_PROMPTS)
 
 
+@pytest.mark.slow
 def test_the_command_shows_and_writes_episodes(
     trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,7 +290,7 @@ async def asking(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 def test_an_agent_over_http(folder: Path) -> None:
     tables = recipe({"agent": f"{folder / 'source.py'}:agent"})
-    asked: dict[str, Any] = {"num_prompts": 5, "num_samples": 2}
+    asked: dict[str, Any] = {"num_prompts": 3, "num_samples": 2}
     found = evaluate_model(folder / "model", recipe=tables, **asked)
     for answer in found.answers:
         texts = [part.text for part in answer.episode.turns]
@@ -340,7 +341,7 @@ def test_several_agents_from_python(folder: Path) -> None:
         await asking(row, base_url, api_key)
         return 0.5
 
-    found = evaluate_model(folder / "model", recipe=recipe({}), agent={"a": asking, "half": half}, num_prompts=12)
+    found = evaluate_model(folder / "model", recipe=recipe({}), agent={"a": asking, "half": half}, num_prompts=6)
     assert {answer.episode.environment for answer in found.answers} == {"a", "half"}
     for answer in found.answers:
         texts = [part.text for part in answer.episode.turns]
@@ -455,7 +456,7 @@ def test_bad_input_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], 
 def chain(folder: Path) -> dict[str, Any]:
     """The evaluation that the stage makes of a run of episodes, and what its table says."""
     environment = {"class_path": f"{folder / 'source.py'}:Echo"}
-    more = {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 8, "num_samples": 2}, "host": "inline"}
+    more = {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 4, "num_samples": 2}, "host": "inline"}
     tables = recipe(environment, **more, steps=1, groups_per_step=2, completions_per_group=4)
     tables["eval"] |= {"num_prompts": 2}
     tables["model"] = {"path": str(folder / "model")}
@@ -468,13 +469,13 @@ def chain(folder: Path) -> dict[str, Any]:
 def test_the_stage_evaluate_plays_episodes(chain: dict[str, Any], folder: Path) -> None:
     for moment in ("before", "after"):
         found = chain[moment]
-        assert found["lengths"]["count"] == 16
+        assert found["lengths"]["count"] == 8
         assert 1 <= found["episodes"]["mean_turns"] <= 3
         assert found["episodes"]["num_failed"] == 0
         assert found["gold"]["mean_score"] == pytest.approx(found["episodes"]["mean_reward"])
         assert "win_rate" not in found["gold"], "an episode has no reference"
     assert chain["before"]["drift"]["kl"]["per_token"] == pytest.approx(0, abs=1e-5)
-    sampled = evaluate_model(folder / "chain", num_prompts=8, num_samples=2)
+    sampled = evaluate_model(folder / "chain", num_prompts=4, num_samples=2)
     assert chain["after"]["gold"]["mean_score"] == pytest.approx(sampled.sampled_reward)
 
 

@@ -170,7 +170,10 @@ def test_a_class_with_tools_of_its_own_and_functions_from_python(recipe: dict[st
 
 def test_functions_by_path_from_the_command_line(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     environment = {"tools": ["tools.py:multiply"], "tool_format": "json_tags", "max_turns": 3, "max_restarts": 0}
-    fields = recipe | {"environment": environment, "rewards": {"terms": [{"function": "tools.py:right"}]}}
+    fields = recipe | {
+        "environment": environment,
+        "rewards": {"terms": [{"function": "tools.py:right"}], "dry_call": False},
+    }
     Path("calls.toml").write_text(tomli_w.dumps(fields))
     assert cli.main(["eval", "model", "--recipe", "calls.toml", "--out", "answers.jsonl"]) == 0
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]

@@ -123,7 +123,9 @@ class Oracle:
 
 
 def client_of(serving: Serving, key: str = "any") -> OpenAI:
-    return OpenAI(base_url=serving.base_url, api_key=key, max_retries=0, timeout=GENEROUS_S)
+    """Return a client that reads no certificates, which takes longer than most answers: it has none to verify."""
+    plain = openai.DefaultHttpxClient(verify=False)
+    return OpenAI(base_url=serving.base_url, api_key=key, max_retries=0, timeout=GENEROUS_S, http_client=plain)
 
 
 def ask(serving: Serving, text: str, **more: Any) -> Any:
@@ -194,25 +196,26 @@ def test_logprobs_are_those_of_a_plain_forward(serving: Serving, oracle: Oracle)
 
 def test_a_seed_fixes_an_answer_whatever_else_is_asked(serving: Serving) -> None:
     def sampled(**more: Any) -> list[int]:
-        return list(ask(serving, "sample", max_tokens=15, **more).choices[0].token_ids)
+        return list(ask(serving, "sample", max_tokens=8, **more).choices[0].token_ids)
 
     alone = sampled(seed=7)
-    crowd = [one.choices[0].message.content for one in at_once(serving, 8, max_tokens=15, seed=7)]
+    crowd = [one.choices[0].message.content for one in at_once(serving, 8, max_tokens=8, seed=7)]
     assert sampled(seed=7) == alone
     assert len({*crowd[:7]}) > 1, "the same noise behind other contexts"
     assert crowd[0] == crowd[7]
     assert sampled(seed=8) != alone
     assert sampled() != sampled()
-    assert sampled(temperature=0) == sampled(temperature=0, seed=3)
-    assert sampled(temperature=0) == sampled(temperature=1e-30) == sampled(top_p=0)
-    assert sampled(temperature=0) == sampled(extra={"top_k": 1}) == sampled(extra={"min_p": 1})
+    greedy = sampled(temperature=0)
+    assert greedy == sampled(temperature=0, seed=3)
+    assert greedy == sampled(temperature=1e-30) == sampled(top_p=0)
+    assert greedy == sampled(extra={"top_k": 1}) == sampled(extra={"min_p": 1})
     assert sampled(seed=7, extra={"top_k": 2**62}) == alone
 
 
 def test_lengths(serving: Serving) -> None:
     answer = ask(serving, "hi", temperature=0, max_tokens=5)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (5, "length")
-    answer = ask(serving, "hi", temperature=0, max_tokens=100_000, stop=["<no such text>"])
+    answer = ask(serving, "x" * 200, temperature=0, max_tokens=100_000, stop=["<no such text>"])
     assert answer.usage.total_tokens <= 256, "no more than the model has room for"
     with pytest.raises(openai.BadRequestError, match="leave no room") as refused:
         ask(serving, "x" * 300)
@@ -483,13 +486,13 @@ def test_what_is_sampled_during_a_look_is_looked_at_next() -> None:
 
 
 def test_a_stream_says_what_a_whole_answer_says(serving: Serving) -> None:
-    whole = ask(serving, "say", max_tokens=60, temperature=0)
+    whole = ask(serving, "say", max_tokens=30, temperature=0)
     with client_of(serving) as client:
         chunks = list(
             client.chat.completions.create(
                 model="any",
                 messages=[{"role": "user", "content": "say"}],
-                max_tokens=60,
+                max_tokens=30,
                 temperature=0,
                 stream=True,
                 stream_options={"include_usage": True},
@@ -519,7 +522,7 @@ def test_with_tools_a_stream_is_told_at_its_end(folder: Path, growing: Callable[
 
 
 def test_64_clients_at_once(serving: Serving) -> None:
-    answers = at_once(serving, 64, max_tokens=16, temperature=0)
+    answers = at_once(serving, 64, max_tokens=8, temperature=0)
     texts = [one.choices[0].message.content for one in answers]
     assert texts == [texts[i % len(WORDS)] for i in range(64)]
     assert len(set(texts)) == len(WORDS)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.core.errors import ConfigError
@@ -51,8 +51,7 @@ def test_the_same_completions_again_make_no_win_rate_surer() -> None:
     assert summarise([*judged, failed], "abcd").win_rate == alone.win_rate
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(SCORES, SCORES), min_size=1))
+@drawn(30, 100, pairs=st.lists(st.tuples(SCORES, SCORES), min_size=1))
 def test_swapping_the_sides_swaps_the_win_rate(pairs: list[tuple[float, float]]) -> None:
     ours, theirs = np.array(pairs).T
     forward, backward = gold_win_rate(ours, theirs), gold_win_rate(theirs, ours)
@@ -95,8 +94,7 @@ def test_judge_win_rate_by_hand() -> None:
     assert result.position_bias == pytest.approx((6 - 3) / 12)  # a: 1+1+1+2+1, b: 1+1+1
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(VERDICTS, VERDICTS), min_size=1))
+@drawn(30, 100, pairs=st.lists(st.tuples(VERDICTS, VERDICTS), min_size=1))
 def test_exchanging_completion_and_reference(pairs: list[tuple[Verdict, Verdict]]) -> None:
     forward = summarise([Judgement(first, second) for first, second in pairs])
     backward = summarise([Judgement(second, first) for first, second in pairs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from experiments import lab as lab_module
 from experiments.async_vs_sync import experiment, reading, runs, task
 from experiments.async_vs_sync.experiment import Found, reaches, start_score, told, verdicts
 from experiments.async_vs_sync.reading import Curve, Times, curve_of, mean_tokens, overlapped_s, time_to, times_of
@@ -347,6 +349,7 @@ def test_a_section_is_told_from_the_files_of_its_runs(tmp_path: Path, monkeypatc
     monkeypatch.setattr(experiment, "measure_quality", measure_quality)
     found: list[Found] = []
     monkeypatch.setattr(experiment, "told", found.append)
+    monkeypatch.setattr(lab_module, "versions", functools.cache(lab_module.versions))  # of each measurement
     experiment.section(Lab(tmp_path / "lab"))
     assert found[0].times == known.times
     assert found[0].quality == known.quality

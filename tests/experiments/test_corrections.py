@@ -44,6 +44,8 @@ from experiments.section import render
 from slipstream.rewards.functions import check_term
 from slipstream.rewards.protocol import Term
 
+pytestmark = pytest.mark.usefixtures("resolved_once")
+
 STEADY = Outcome(
     rewards=tuple(0.2 + 0.005 * step for step in range(100)),
     before=0.2,
@@ -205,7 +207,7 @@ class MadeUp(Lab):
         return [self.place(spec) for spec in specs]
 
 
-def test_a_section_from_the_files_of_runs(tmp_path):
+def test_a_section_from_the_files_of_runs(tmp_path, undrawn, words_written_once):
     found = section(MadeUp(tmp_path))
     text = render("corrections", found)
     of_tasks = [True, True, True, True, True, None]
@@ -230,7 +232,7 @@ def test_rates_at_which_nothing_is_learned_are_not_compared():
     assert "0.001" not in told
 
 
-def test_runs_are_what_the_readme_says(tmp_path):
+def test_runs_are_what_the_readme_says(tmp_path, words_written_once):
     lab = Lab(tmp_path)
     rates = {MIXTURE: 2e-4, ONE: 4e-4}
     cells = specs(lab, [*swept(), *compared(rates)])

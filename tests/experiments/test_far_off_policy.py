@@ -33,8 +33,10 @@ from experiments.far_off_policy.experiment import (
 from experiments.lab import Lab, Made, Spec
 from experiments.section import ROOT, render
 
+pytestmark = pytest.mark.usefixtures("resolved_once")
 
-def test_runs_are_what_the_readme_says(tmp_path):
+
+def test_runs_are_what_the_readme_says(tmp_path, words_written_once):
     rates = {loss: 1e-5 * (1 + at) for at, loss in enumerate([SYNC, *LOSSES])}
     asked = [*swept(), *compared(rates)]
     cells = specs(Lab(tmp_path), asked)
@@ -145,7 +147,7 @@ class MadeUp(Lab):
         return [self.place(spec) for spec in specs]
 
 
-def test_a_run_that_is_kept_is_not_made_again(tmp_path):
+def test_a_run_that_is_kept_is_not_made_again(tmp_path, words_written_once):
     """Not in another folder either; one whose settings have changed since is."""
     kept = tmp_path / "outcomes.jsonl"
     keys = [("IcePop", FAR, 1e-4, 100 + at % 3) if at < 3 else ("M2PO", LAGS[at % 3], 1e-4, at % 5) for at in range(10)]
@@ -171,7 +173,7 @@ def test_a_run_that_is_kept_is_not_made_again(tmp_path):
     ]
 
 
-def test_rows_that_another_process_adds_meanwhile_stay(tmp_path, monkeypatch):
+def test_rows_that_another_process_adds_meanwhile_stay(tmp_path, monkeypatch, words_written_once):
     kept, key = tmp_path / "outcomes.jsonl", ("IcePop", FAR, 1e-4, 100)
     lab, run_all = MadeUp(tmp_path / "lab"), MadeUp.run_all
 

@@ -50,6 +50,8 @@ from experiments.rlhf import LR, SEEDS, Ended
 from experiments.section import render
 from slipstream.core.types import Completion, Prompt
 
+pytestmark = pytest.mark.usefixtures("resolved_once")
+
 NUM_STEPS = 60
 BEGAN = Ended(0.3, 0.5, 0.0, 5.0)
 

@@ -29,6 +29,8 @@ from experiments.learning_rates.experiment import (
 )
 from experiments.section import render
 
+pytestmark = pytest.mark.usefixtures("resolved_once")
+
 
 def test_words_are_shifted():
     found = task.rows()

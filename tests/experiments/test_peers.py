@@ -368,14 +368,14 @@ def said(found: Found, monkeypatch) -> str:
     return render("peers", section)
 
 
-def test_trl_is_never_left_out_in_silence(monkeypatch):
+def test_trl_is_never_left_out_in_silence(monkeypatch, undrawn):
     text = said(without_trl(), monkeypatch)
     assert text.count(NOT_THERE) == 4  # the setup, two verdicts, a note
     assert "| TRL, GRPO | TRL |" not in text
     assert NOT_THERE not in said(everyone(), monkeypatch)
 
 
-def test_the_tables_have_everybody(monkeypatch):
+def test_the_tables_have_everybody(monkeypatch, undrawn):
     text = said(everyone(), monkeypatch)
     for contender in CONTENDERS.values():
         assert f"| {contender.title} | {contender.whose} | " in text

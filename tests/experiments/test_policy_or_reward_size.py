@@ -22,6 +22,8 @@ from experiments.rlhf import Cell, Ended, Pipeline, Tuned
 from experiments.staleness_by_loss.tuning import Ran, Trial
 from slipstream.core.recipes import stage_dir
 
+pytestmark = pytest.mark.usefixtures("resolved_once")
+
 SEEDS = range(5)
 MINIBATCHES = (1, 16, 64)
 JITTER = (0.0, 0.01, -0.01, 0.02, -0.02)
@@ -237,7 +239,7 @@ class Whole(Learning):
         return [self.place(spec) for spec in specs]
 
 
-def test_a_section_is_made_of_what_the_runs_left(tmp_path):
+def test_a_section_is_made_of_what_the_runs_left(tmp_path, undrawn):
     section = experiment.section(Whole(tmp_path), Plan(seeds=(0, 1)))
     assert [verdict.holds for verdict in section.verdicts] == [None, None, None]
     *_, tuned, sizes = section.tables.values()

@@ -43,6 +43,8 @@ from slipstream.core.recipes import save_config
 from slipstream.models.build import build_policy
 from slipstream.models.hf import save_model
 
+pytestmark = pytest.mark.usefixtures("resolved_once")
+
 SEEDS = range(5)
 START = 0.3
 MINIBATCHES = (1, 2, 4, 8, 16, 64)
@@ -609,7 +611,7 @@ class Making(Lab):
         return [self.place(spec) for spec in specs]
 
 
-def test_a_section_is_made_of_what_the_runs_left(tmp_path, monkeypatch):
+def test_a_section_is_made_of_what_the_runs_left(tmp_path, monkeypatch, undrawn):
     monkeypatch.setattr(experiment, "kl_by_step", lambda run: [0.0, 1.5])
     section = experiment.section(Making(tmp_path), Plan(seeds=(0, 1)))
     assert [verdict.holds for verdict in section.verdicts][CLAIMS.index("zero")] is False

@@ -38,6 +38,8 @@ from experiments.stylistic_details.runs import (
 )
 from slipstream.core.config import RunConfig
 
+pytestmark = pytest.mark.usefixtures("resolved_once")
+
 CHANGES: dict[str, tuple[str, set[tuple[str, Any]]]] = {
     WITHOUT["temperature scaling"]: (ALL, {("trainer.logprob_temperature", 1.0)}),
     WITHOUT["whitening"]: (ALL, {("critic.whiten_rewards", False), ("loss.whiten_advantages", "no")}),

@@ -52,7 +52,7 @@ def test_sets_and_logprobs_are_those_of_a_plain_forward() -> None:
 
 
 def test_neighbours_that_are_not_cut_change_no_bit() -> None:
-    model, batch = random_model(), requests(4, 2, max_new_tokens=20)
+    model, batch = random_model(), requests(4, 2, max_new_tokens=12)
     mixed = [
         *cut(batch[:3]),
         *batch[3:5],
@@ -70,7 +70,7 @@ def test_neighbours_that_are_not_cut_change_no_bit() -> None:
 
 
 def test_sets_go_on_after_export_and_resume() -> None:
-    model, batch = random_model(), cut(requests(3, 2))
+    model, batch = random_model(), cut(requests(3, 2, max_new_tokens=16))
     whole = run(new_engine(model, stop_token_ids=[]), batch)
     engine, other = (new_engine(model, stop_token_ids=[]) for _ in range(2))
     engine.submit(batch)

@@ -94,7 +94,7 @@ def test_a_slot_filled_to_the_last_position_and_a_one_token_prompt() -> None:
 
 
 def test_the_stop_token_is_kept_with_its_logprob() -> None:
-    finished = run(new_engine(random_model()), requests(8, 8)).values()
+    finished = run(new_engine(random_model()), requests(8, 3)).values()
     stopped = [f for f in finished if f.finish_reason == "stop"]
     assert stopped
     for completion in finished:

@@ -47,11 +47,11 @@ def test_greedy_ids_and_logprobs(family: str, prefill_chunk: int, tmp_path: Path
     reference = hf_model(family)
     reference.save_pretrained(tmp_path)
     engine = new_engine(load_model(tmp_path), num_slots=5, prefill_chunk=prefill_chunk)
-    batch = [Request(i, 0, prompt, max_new_tokens=16, temperature=0.0) for i, prompt in enumerate(prompts_of(8))]
+    batch = [Request(i, 0, prompt, max_new_tokens=10, temperature=0.0) for i, prompt in enumerate(prompts_of(6))]
     for completion in run(engine, batch).values():
         ids = torch.from_numpy(completion.request.prompt_tokens.astype(np.int64))[None]
         with torch.inference_mode():
-            expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)[
+            expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)[
                 0
             ]
             logits = reference(expected[None]).logits[0].double()
@@ -84,7 +84,7 @@ def test_swap_keeping_the_cache_equals_a_loop_over_past_key_values(tmp_path: Pat
         reference.save_pretrained(tmp_path / name)
     model, newer = load_model(tmp_path / "old"), load_model(tmp_path / "new")
     engine = new_engine(model, stop_token_ids=[])
-    engine.submit([Request(i, 0, prompt, max_new_tokens=24) for i, prompt in enumerate(prompts_of(6))])
+    engine.submit([Request(i, 0, prompt, max_new_tokens=16) for i, prompt in enumerate(prompts_of(6))])
     for _ in range(9):
         engine.step()
     model.load_state_dict(newer.state_dict())

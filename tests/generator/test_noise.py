@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.generator.noise import noise_key, uniform, uniform_tensor
+from slipstream.generator.noise import noise_key, noise_keys, uniform, uniform_tensor
 
 MASK = 2**64 - 1
 
@@ -38,14 +38,16 @@ def test_known_first_outputs_of_splitmix64() -> None:
 def test_uniform_and_independent_along_every_coordinate() -> None:
     length = 10_000
     base = np.uint64(noise_key(1, 0, 0, 0))
+    first = np.zeros(length, dtype=np.int64)
+    by_ordinal = noise_keys(1, [(0, ordinal, 0) for ordinal in range(length)])
+    by_sample = noise_keys(1, [(0, 0, sample) for sample in range(length)])
+    for number in range(0, length, 501):
+        assert by_ordinal[number] == noise_key(1, 0, number, 0)
+        assert by_sample[number] == noise_key(1, 0, 0, number)
     sequences = {
         "position": uniform(np.full(length, base), np.arange(length)),
-        "ordinal": uniform(
-            np.array([noise_key(1, 0, o, 0) for o in range(length)], dtype=np.uint64), np.zeros(length, dtype=np.int64)
-        ),
-        "sample": uniform(
-            np.array([noise_key(1, 0, 0, s) for s in range(length)], dtype=np.uint64), np.zeros(length, dtype=np.int64)
-        ),
+        "ordinal": uniform(by_ordinal, first),
+        "sample": uniform(by_sample, first),
     }
     for name, values in sequences.items():
         assert values.min() > 0.0, name

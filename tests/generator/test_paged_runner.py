@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,12 +92,12 @@ def test_greedy_ids_and_logprobs_of_transformers(family: str, prefill_chunk: int
     reference = hf_model(family)
     reference.save_pretrained(tmp_path)
     engine = paged_engine(load_model(tmp_path), num_rows=5, prefill_chunk=prefill_chunk)
-    batch = [Request(i, 0, prompt, max_new_tokens=16, temperature=0.0) for i, prompt in enumerate(prompts_of(7))]
+    batch = [Request(i, 0, prompt, max_new_tokens=10, temperature=0.0) for i, prompt in enumerate(prompts_of(6))]
     for completion in run(engine, batch).values():
         ids = torch.from_numpy(completion.request.prompt_tokens.astype(np.int64))[None]
         with torch.inference_mode():
             mask = torch.ones_like(ids)
-            [expected] = reference.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+            [expected] = reference.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
             logprobs = torch.log_softmax(reference(expected[None]).logits[0].double(), -1)
         new = expected[ids.shape[1] :]
         assert completion.tokens.tolist() == new.tolist()
@@ -107,7 +108,7 @@ def test_greedy_ids_and_logprobs_of_transformers(family: str, prefill_chunk: int
 MIXED = [
     replace(request, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keep_sets=keep_sets)
     for request, (temperature, top_k, top_p, min_p, keep_sets) in zip(
-        requests(6, 3),
+        requests(6, 3, max_new_tokens=24),
         [(1.0, 0, 1.0, 0.0, False), (0.0, 0, 1.0, 0.0, False), (0.7, 5, 1.0, 0.0, True), (1.3, 0, 0.8, 0.05, False)]
         * 5,
         strict=False,
@@ -129,24 +130,29 @@ def test_the_same_texts_as_dense_slots(num_kv_heads: int) -> None:
                 assert np.array_equal(left, right)
 
 
+JOINING = [replace(request, max_new_tokens=12) for request in MIXED[:5]]
+
+
+@functools.cache
+def each_alone() -> list[dict[tuple[int, int], Finished]]:
+    return [run(new_engine(random_model(), stop_token_ids=[]), [request]) for request in JOINING]
+
+
 @pytest.mark.parametrize("make", [new_engine, paged_engine])
 def test_rows_that_join_are_sampled_in_their_own_way(make: Callable[..., Engine]) -> None:
     """Each joins while the others go on, so that nothing but its coming says that there is a new way."""
-    model = random_model()
-    batch = [replace(request, max_new_tokens=20) for request in MIXED[:5]]
-    engine = make(model, stop_token_ids=[])
-    for request in batch:
+    engine = make(random_model(), stop_token_ids=[])
+    for request in JOINING:
         engine.submit([request])
         assert engine.step() == []
     found = drain(engine)
-    for request in batch:
-        alone = run(new_engine(model, stop_token_ids=[]), [request])
+    for alone in each_alone():
         assert_same_texts({key: found[key] for key in alone}, alone)
 
 
 @pytest.mark.parametrize("num_pages", with_slow([14], [9, 30]))
 def test_a_small_pool_changes_no_text_and_gives_everything_back(num_pages: int) -> None:
-    model, batch = random_model(), requests(8, 3, max_new_tokens=24)
+    model, batch = random_model(), requests(*((6, 2) if num_pages == 14 else (8, 3)), max_new_tokens=24)
     engine = paged_engine(model, num_pages=num_pages, prefill_chunk=8)
     assert_same_texts(run(engine, batch), run(new_engine(model), batch))
     assert engine.stats.preemptions > 0
@@ -163,7 +169,7 @@ def test_a_swap_in_the_middle_is_that_of_dense_slots(kv_on_update: str) -> None:
     for make in (new_engine, paged_engine):
         model, newer = random_model(0), random_model(1)
         engine = make(model, stop_token_ids=[])
-        engine.submit(requests(3, 3))
+        engine.submit(requests(3, 3, max_new_tokens=24))
         for _ in range(10):
             engine.step()
         model.load_state_dict(newer.state_dict())
@@ -196,20 +202,20 @@ def decode_greedily(runner: PagedRunner, model: Transformer, sequences: dict[int
 
 
 def test_rows_of_one_prefix_live_and_move_and_close_on_their_own() -> None:
-    model, prompt = random_model(), random_prompt(20)
+    model, prompt = random_model(), random_prompt(31)
     runner = PagedRunner(model, num_rows=6, max_len=MAX_LEN)
     prefix = prefilled(runner, prompt, chunk=7)
-    assert runner.open_rows([0, 3], prefix, states(2, length=20))
-    assert runner.open_rows([5], prefix, states(1, length=20, token=4))
+    assert runner.open_rows([0, 3], prefix, states(2, length=31))
+    assert runner.open_rows([5], prefix, states(1, length=31, token=4))
     runner.close_prefix(prefix)
     assert runner.open_rows([1], None, states(1, length=0))
     sequences = {row: np.append(prompt, token) for row, token in ((0, 3), (3, 3), (5, 4))} | {1: np.array([3])}
-    decode_greedily(runner, model, sequences, 14)
+    decode_greedily(runner, model, sequences, 9)  # all but row 1 into their third page, and below into their fourth
     runner.close_rows([0])
     del sequences[0]
     runner.move_rows([5, 3], [2, 0])
     sequences = {2: sequences[5], 0: sequences[3], 1: sequences[1]}
-    decode_greedily(runner, model, sequences, 14)
+    decode_greedily(runner, model, sequences, 9)
     runner.close_rows([0, 1, 2])
     assert runner.num_free_pages == runner._pages.num_pages
 
@@ -328,7 +334,7 @@ def test_served_weights_are_exchanged_under_a_step_without_moving(precision: Pre
         weights.rebind(other.flat)
         addresses.check()
         engine.set_version(1)
-        finished.append(run(engine, requests(3, 2)))
+        finished.append(run(engine, requests(3, 2, max_new_tokens=16)))
     assert_same_texts(finished[1], finished[0], tolerance=1e-4 if precision == "float32" else 0.1)
 
 

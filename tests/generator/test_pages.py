@@ -305,4 +305,9 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyPages(TestPages):
+    settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from covering import with_slow
 from drawn import drawn
 from engine_kit import STOP, assert_same_bits, drain, fill, random_model, random_prompt, run
 from episode_kit import Script, check_turn, play
@@ -162,12 +163,12 @@ def test_only_what_is_new_is_prefilled(is_paged: bool) -> None:
 
 
 def test_most_tokens_are_beyond_the_margin_of_the_oracle() -> None:
-    turns = [turn for episode in play(new_engine(), LONG).values() for turn in episode]
+    turns = [turn for episode in without_parking(LONG).values() for turn in episode]
     sure = sum(check_turn(MODEL, turn, seed=SEED) for turn in turns)
     assert sure > 0.9 * sum(len(turn.tokens) for turn in turns)
 
 
-@pytest.mark.parametrize("model", [MODEL, WIDE], ids=["whole-length", "buckets"])
+@pytest.mark.parametrize("model", with_slow([MODEL], [WIDE]), ids=["whole-length", "buckets"])
 @drawn(
     4,
     40,

@@ -101,7 +101,7 @@ def test_another_episode_takes_nothing_and_a_new_version_leaves_nothing_in_the_t
 
 @BOTH
 @drawn(
-    4,
+    3,
     100,
     seed=st.integers(0, 10_000),
     num_pages=st.integers(8, 24),

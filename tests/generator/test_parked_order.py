@@ -116,7 +116,7 @@ class Play:
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["slots", "pages"])
 @drawn(
-    4,
+    3,
     100,
     actions=st.lists(ACTIONS, max_size=50),
     num_pages=st.integers(FEWEST_PAGES, 12),

@@ -128,7 +128,7 @@ class PlainCausal:
 def test_float32_gives_the_bits_of_the_plain_model(num_threads: int, new_model: Callable[[], Transformer]) -> None:
     model = new_model()
     clone, _ = served(model, "float32")
-    batch = requests(4, 4, max_new_tokens=16)
+    batch = requests(4, 2, max_new_tokens=12)
     plain = run(new_engine(model), batch)
     for key, completion in run(new_engine(clone), batch).items():
         assert_same_bits(completion, plain[key])
@@ -248,7 +248,7 @@ def test_without_amx_they_are() -> None:
 )
 def test_company_and_slots_change_no_bit(num_threads: int, precision: str) -> None:
     model, _ = served(random_mixture(), "int8") if precision == "experts" else served(random_model(), precision)
-    batch = requests(4, 4, max_new_tokens=12)
+    batch = requests(4, 3, max_new_tokens=8)
     crowd = run(new_engine(model, num_slots=24), batch)
     for num_slots, prefill_tokens in ((1, 8), (13, 64)):
         part = batch[::3] if num_slots == 1 else batch

@@ -50,7 +50,7 @@ def test_recorded_experts_are_those_of_one_pass(is_paged: bool) -> None:
     """Groups share prefilled prompts, long ones in chunks; slots and pages are used again."""
     model = random_mixture()
     engine = engine_of(model, is_paged=is_paged, num_slots=7, prefill_tokens=16, prefill_chunk=8)
-    for finished in run(engine, requests(8, 3, max_new_tokens=12)).values():
+    for finished in run(engine, requests(6, 2, max_new_tokens=8)).values():
         check(model, finished)
 
 
@@ -75,12 +75,12 @@ def test_completions_that_leave_their_rows_record_again(is_paged: bool) -> None:
 
 def test_nothing_is_recorded_unasked() -> None:
     for model in (random_mixture(), random_model()):
-        for finished in run(new_engine(model), requests(2)).values():
+        for finished in run(new_engine(model), requests(2, max_new_tokens=8)).values():
             assert finished.routes is None
 
 
 def test_recording_changes_no_token() -> None:
-    model, batch = random_mixture(), requests(3, 2)
+    model, batch = random_mixture(), requests(3, 2, max_new_tokens=16)
     plain, recorded = run(new_engine(model), batch), run(engine_of(model, is_paged=False), batch)
     for key, finished in plain.items():
         assert np.array_equal(finished.tokens, recorded[key].tokens)

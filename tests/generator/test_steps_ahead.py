@@ -57,7 +57,7 @@ def assert_equal(found: Finished, expected: Finished) -> None:
         assert found.kept.tokens.tolist() == expected.kept.tokens.tolist()
 
 
-@drawn(5, 300, drawn_ones=REQUESTS, swaps=SWAPS)
+@drawn(4, 300, drawn_ones=REQUESTS, swaps=SWAPS)
 def test_without_admissions_step_by_step_the_same(
     drawn_ones: Sequence[tuple[int, dict[str, Any]]], swaps: list[int]
 ) -> None:
@@ -97,7 +97,7 @@ def replayed(request: Request, spans: Sequence[Any]) -> Finished:
 
 
 @drawn(
-    6,
+    4,
     200,
     drawn_ones=REQUESTS,
     swaps=SWAPS,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from covering import with_slow
 from engine_kit import adapted_model, fill
 from test_vllm_client import LADDER, check
 from test_vllm_turns import first_turn, next_turn
@@ -122,7 +123,7 @@ def test_an_episode_keeps_its_version_and_its_cache(model: Transformer, tmp_path
         assert versions_of(turn) == [1], "it begins again"
 
 
-@pytest.mark.parametrize("is_side_by_side", [False, True])
+@pytest.mark.parametrize("is_side_by_side", with_slow([True], [False]))
 def test_a_killed_vllm_gets_base_and_adapters_again(model: Transformer, tmp_path: Path, is_side_by_side: bool) -> None:
     changes = {"engine_args": TWO if is_side_by_side else IN_PLACE, "side_by_side": is_side_by_side}
     with fake_engine(model, tmp_path, fake={"halts": [20, 20]}, max_restarts=1, **changes) as engine:

@@ -164,10 +164,7 @@ def test_exported_completions_go_on_where_they_were(
 
 
 def test_what_has_begun_and_waits_for_a_room_is_told(model: Transformer, tmp_path: Path) -> None:
-    with fake_engine(model, tmp_path, fake={"halts": [20]}) as engine:
-        engine.submit([request(i) for i in range(4)])
-        drive(engine, lambda: num_tokens(engine) >= 8)
-        begun = engine.export_live()
+    begun = [resumed(request(i), 0) for i in range(4)]
     with fake_engine(model, tmp_path, rooms={0: 1, 1: 1}) as engine:
         engine.submit(begun)
         assert [one.ordinal for one in engine.begun()] == [0, 1, 2, 3]
@@ -194,7 +191,7 @@ def test_out_of_time_ends_a_completion_as_it_is(model: Transformer, tmp_path: Pa
     check(late, num_new=3)
 
 
-@pytest.mark.parametrize("fake", [{"kind": "keep"}, {"kind": "bare"}], ids=["keep", "bare"])
+@pytest.mark.parametrize("fake", with_slow([{"kind": "bare"}], [{"kind": "keep"}]), ids=["bare", "keep"])
 def test_a_killed_process_is_replaced_with_the_present_weights(
     model: Transformer, tmp_path: Path, fake: dict[str, object]
 ) -> None:
@@ -255,7 +252,9 @@ def test_one_death_too_many_names_the_process_and_shows_its_log(model: Transform
     assert str(tmp_path / "vllm.log") in str(caught.value)
 
 
-@pytest.mark.parametrize("fake", [{"dies_in_update": True, "halts": [20]}, {"halts": [20]}])
+@pytest.mark.parametrize(
+    "fake", with_slow([{"halts": [20]}], [{"dies_in_update": True, "halts": [20]}]), ids=["fake1", "fake0"]
+)
 def test_once_lost_everything_that_is_asked_names_what_ended_it(
     model: Transformer, tmp_path: Path, fake: dict[str, object]
 ) -> None:
@@ -313,12 +312,13 @@ def test_a_silent_process_meets_its_deadline(
 
 
 def test_a_stuck_process_is_replaced_and_killed(model: Transformer, tmp_path: Path) -> None:
-    with fake_engine(
-        model, tmp_path, fake={"stuck_after": 30}, deadlines=Deadlines(20.0, 10.0, 3.0), max_restarts=1
-    ) as engine:
+    with fake_engine(model, tmp_path, fake={"stuck_after": 30}, max_restarts=1) as engine:
         engine.submit([request()])
-        drive(engine, lambda: num_tokens(engine) >= 1)
+        drive(engine, lambda: num_tokens(engine) >= 30)
         first = engine.pid
+        engine._deadlines = Deadlines(20.0, 10.0, 0.3)
+        drive(engine, lambda: engine.num_restarts == 1)
+        engine._deadlines = QUICK
         (item,) = drive(engine)
         assert engine.num_restarts == 1
         with pytest.raises(ProcessLookupError):
@@ -351,9 +351,9 @@ def test_an_answer_to_something_else_is_refused(model: Transformer, tmp_path: Pa
 def test_late_tokens_of_one_completion_are_not_the_next_ones(model: Transformer, tmp_path: Path) -> None:
     """In one room, completions out of time follow each other while the last tokens of the one before arrive."""
     with fake_engine(model, tmp_path, rooms={0: 1}) as engine:
-        engine.submit([request(i, num_prompt=3 + i, max_new_tokens=70, time_limit_s=0.03) for i in range(20)])
+        engine.submit([request(i, num_prompt=3 + i, max_new_tokens=70, time_limit_s=0.03) for i in range(10)])
         finished = drive(engine)
-    assert len(finished) == 20
+    assert len(finished) == 10
     for item in finished:
         check(item, num_new=len(item.tokens))
 

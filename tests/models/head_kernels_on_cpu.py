@@ -72,9 +72,10 @@ def check_head(dtype: torch.dtype, temperature: float) -> None:
 
 if __name__ == "__main__":
     is_few = sys.argv[-1:] == ["few"]
-    for width in WIDTHS[:1] if is_few else WIDTHS:
+    for width in () if is_few else WIDTHS:
         check_kernels(width, is_cut=False)
-    check_kernels(2 * BLOCK + 77, is_cut=True)
-    for dtype, temperature in ((torch.float32, 1.0), (torch.float32, 0.7), (torch.bfloat16, 1.0))[is_few:]:
+    check_kernels(BLOCK + 1 if is_few else 2 * BLOCK + 77, is_cut=True)
+    heads = ((torch.float32, 0.7), (torch.float32, 1.0), (torch.bfloat16, 1.0))
+    for dtype, temperature in heads[:1] if is_few else heads:
         check_head(dtype, temperature)
     print("right")  # noqa: T201

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from drawn import drawn as examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import dense_attention, families, shared_rows
@@ -105,12 +106,18 @@ def attend_in_turn(structure, dealt, fused, heads, kv_heads, *, varlen):
 
 
 @pytest.mark.parametrize("path", ["tiles", "flash"])
-@given(drawn_families, st.sampled_from([(2, 2), (4, 2)]), st.sampled_from([1, 2, 3]), st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_shares_in_turn_are_dense_attention(path, drawn, heads_and_kv_heads, world, is_any):
+@examples(
+    12,
+    30,
+    families=drawn_families,
+    heads_and_kv_heads=st.sampled_from([(2, 2), (4, 2)]),
+    world=st.sampled_from([1, 2, 3]),
+    is_any=st.booleans(),
+)
+def test_shares_in_turn_are_dense_attention(path, families, heads_and_kv_heads, world, is_any):
     """Shared prompts, sequences that lie wholly in one of them, more ranks than a sequence has rows; any dealing."""
     heads, kv_heads = heads_and_kv_heads
-    lengths, rows = filled(drawn, 2 * world)
+    lengths, rows = filled(families, 2 * world)
     flat, num_rows, structure = torch.from_numpy(rows), int(rows.max()) + 1, Structure(lengths, rows)
     dealt = any_dealing(num_rows, world, len(rows)) if is_any else dealt_rows(structure.keys_seen, world)
     generator = torch.Generator().manual_seed(num_rows)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_text import FORKS
 
 from slipstream.core.errors import ConfigError
 from slipstream.models import foreign_text
@@ -56,6 +57,13 @@ def _started_as_users_start_them() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(foreign_text, "subprocess", subprocess)
         yield
+
+
+@pytest.fixture
+def forked(_started_as_users_start_them: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that have their libraries already, for tests of what is asked of one and when it ends."""
+    monkeypatch.setattr(foreign_text, "subprocess", FORKS)
+    FORKS.begin()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +127,7 @@ def test_variables_of_the_template_are_passed_on_and_checked(child: foreign_text
         ChatRenderer(None, {}, origin="here", variables={"n": 1})
 
 
-def test_the_process_ends_with_its_renderer_and_where_it_is_exhausted() -> None:
+def test_the_process_ends_with_its_renderer_and_where_it_is_exhausted(forked: None) -> None:
     before = children()
     renderer = ChatRenderer(PLAIN, {}, origin="here")
     assert children() <= before, "it begins with the first chat"
@@ -163,7 +171,9 @@ def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert children() <= before
 
 
-def test_a_tokenizer_that_passed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_passed_is_not_tried_again(
+    forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     char_tokenizer("abc").save_pretrained(tmp_path / "one")
     rehearse_tokenizer(tmp_path / "one")
     (tmp_path / "one").rename(tmp_path / "two")

@@ -127,7 +127,7 @@ def loss_of(name: str, logprobs: Tensor, behaviour: np.ndarray, advantages: np.n
 
 
 @drawn(
-    10,
+    6,
     300,
     sequences=trees(),
     capacity=st.sampled_from([1000, 12]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from test_attention import dense_attention, shared_rows
 from test_recomputed import LLAMA
@@ -38,12 +38,16 @@ families = st.lists(
 )
 
 
-@given(families.filter(lambda drawn: shared_rows(drawn)[0]), st.sampled_from([(2, 2), (4, 2)]))
-@settings(max_examples=60, deadline=None)
-def test_one_call_equals_every_sequence_alone(drawn, heads_and_kv_heads):
+@drawn(
+    20,
+    60,
+    family=families.filter(lambda one: shared_rows(one)[0]),
+    heads_and_kv_heads=st.sampled_from([(2, 2), (4, 2)]),
+)
+def test_one_call_equals_every_sequence_alone(family, heads_and_kv_heads):
     """A sequence without rows of its own, all of whose prompt is shared, is among those drawn."""
     heads, kv_heads = heads_and_kv_heads
-    lengths, rows = shared_rows(drawn)
+    lengths, rows = shared_rows(family)
     flat = torch.tensor([row for own in rows for row in own])
     num_rows = int(flat.max()) + 1
     generator = torch.Generator().manual_seed(num_rows)

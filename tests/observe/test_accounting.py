@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from accounted import check_accounting
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written import began, event
@@ -563,7 +564,7 @@ STATES_OF = {
 }
 
 
-@given(st.data())
+@drawn(30, 100, data=st.data())
 def test_every_loop_gets_one_sentence_and_a_split_of_what_there_is(data: st.DataObject):
     sides = {}
     for side, states in STATES_OF.items():
@@ -588,7 +589,7 @@ def test_every_loop_gets_one_sentence_and_a_split_of_what_there_is(data: st.Data
     assert split.step_s_balanced <= split.step_s_whole * (1 + 1e-9)
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=4), st.integers(0, 8))
+@drawn(30, 100, work=st.lists(st.floats(0.01, 100), min_size=1, max_size=4), more=st.integers(0, 8))
 def test_whole_units_are_split_as_well_as_can_be(work: list[float], more: int):
     total = len(work) + more
     named = {str(i): value for i, value in enumerate(work)}

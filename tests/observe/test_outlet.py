@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import select
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,7 @@ def test_a_stream_that_is_full_or_closed_from_the_start_is_told_in_the_log(
     assert ("the run failed by itself" in log) == ("2>" in redirection), "an error that nobody is shown is in the log"
 
 
+@pytest.mark.slow
 def test_a_reader_that_never_reads_holds_nothing_up(tmp_path: Path) -> None:
     """More than the pipe and the queue take, on standard output and error alike; the reader lives to the end."""
     reading, writing = os.pipe()
@@ -134,6 +137,7 @@ def test_a_reader_that_never_reads_holds_nothing_up(tmp_path: Path) -> None:
     assert "the run failed by itself" in log + taken, "a full pipe may still have room for a short line"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
     process = start(tmp_path, lines=4000, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     told, _ = process.communicate(timeout=DEADLINE_S)
@@ -141,6 +145,74 @@ def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
     assert told.count(b"xxxx\n") == 4000
     assert b"said by a reward" in told
     assert not (tmp_path / "logs").exists(), "nothing is missing there, and no log is made"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[outlet._Log]:
+    made = outlet._Log()
+    made.path = tmp_path / "logs" / "console.log"
+    yield made
+    made.close()
+
+
+PIPE_BYTES = 1 << 16
+"""What a pipe holds."""
+
+
+def test_a_pipe_that_nobody_reads_is_given_up(
+    tmp_path: Path, log: outlet._Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `test_a_reader_that_never_reads_holds_nothing_up`, within this process.
+
+    What no longer fits the queue is in the log before the stream is given up.
+    """
+    monkeypatch.setattr(outlet, "MAX_PENDING_BYTES", 1 << 14)
+    monkeypatch.setattr(outlet, "DRAIN_S", 0.2)
+    lines = [f"line {number} " + 80 * "x" + "\n" for number in range(400)]
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"before\n" * 10_000)  # the last one fills it to the byte
+    os.set_blocking(writing, True)
+    with os.fdopen(reading) as pipe, os.fdopen(writing, "w") as stream:
+        filled = outlet.Outlet(stream, "standard output", log)
+        for line in lines:
+            assert filled.write(line) == len(line)
+        assert "standard output stands still" in log_of(tmp_path)
+        assert log_of(tmp_path).endswith(lines[-1])
+        filled.end()
+        assert "standard output is gone (it took nothing for 0.2 s)" in log_of(tmp_path)
+        stream.close()
+        taken = pipe.read()
+    assert taken.startswith("before\n")
+    assert {line for line in lines if line not in log_of(tmp_path)} <= set(taken.splitlines(keepends=True))
+
+
+def test_a_pipe_that_is_read_late_gets_everything(tmp_path: Path, log: outlet._Log) -> None:
+    lines = [f"line {number} " + 80 * "x" + "\n" for number in range(3 * PIPE_BYTES // 80)]
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb", buffering=0) as pipe, os.fdopen(writing, "w") as stream:
+        late = outlet.Outlet(stream, "standard output", log)
+        for line in lines:
+            late.write(line)
+        assert late.is_behind
+        expected, taken = "".join(lines).encode(), b""
+        while len(taken) < len(expected) and select.select([pipe], [], [], DEADLINE_S)[0]:
+            taken += pipe.read(PIPE_BYTES)
+        late.end()
+    assert taken == expected
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_stream_of_another_encoding_gets_escapes(tmp_path: Path, log: outlet._Log) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as pipe:
+        with os.fdopen(writing, "w", encoding="ascii") as stream:
+            plain = outlet.Outlet(stream, "standard output", log)
+            plain.write("line 2 \u2192 xxx\n")
+            plain.end()
+        assert pipe.read() == "line 2 \\u2192 xxx\n"
 
 
 def test_whoever_has_kept_an_outlet_writes_to_the_stream_after_the_end() -> None:
@@ -176,6 +248,7 @@ def test_a_terminal_that_vanishes_ends_the_picture_and_not_the_run(tmp_path: Pat
     assert "\x1b" not in log
 
 
+@pytest.mark.slow
 def test_an_encoding_without_the_characters_shows_their_escapes(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
     process = start(

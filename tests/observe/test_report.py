@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from covering import with_slow
 from synthetic_run import (
     HOSTILE,
     RATIO_EDGES,
@@ -37,7 +38,7 @@ from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import RolloutRecorder
 from slipstream.observe.report import charts as charts_module
 from slipstream.observe.report import write_report
-from slipstream.observe.report.data import READ_AHEAD, by_side, flat, read_run
+from slipstream.observe.report.data import by_side, flat, read_run
 from slipstream.observe.report.page import differing
 from slipstream.observe.report.timing import read_row, read_window
 from slipstream.observe.samples import Sample, write_samples
@@ -324,14 +325,21 @@ def test_the_window_is_made_of_whole_steps_from_the_middle(run_dir: Path) -> Non
     assert marks == [f"swapped, version {version}" for version in (11, 12, 13, 14)]
 
 
-def test_the_window_of_a_long_run_is_found_without_reading_all_of_it(tmp_path: Path) -> None:
-    """3000 steps: the middle of the file is the middle of the run, and what is drawn is what lies in the window."""
-    run_dir = make_run_dir(tmp_path, steps=3000)
+@pytest.fixture
+def read_ahead(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A quarter of what it is: a run is long with a quarter of the steps."""
+    monkeypatch.setattr("slipstream.observe.report.timing.READ_AHEAD", 1 << 16)
+    return 1 << 16
+
+
+def test_the_window_of_a_long_run_is_found_without_reading_all_of_it(tmp_path: Path, read_ahead: int) -> None:
+    """750 steps: the middle of the file is the middle of the run, and what is drawn is what lies in the window."""
+    run_dir = make_run_dir(tmp_path, steps=750)
     window = read_window(run_dir)
     assert window is not None
     first, last = map(int, re.findall(r"\d+", window.title))
     assert last == first + 3
-    assert 1000 < first < 2000
+    assert 250 < first < 500
     assert window.start_s == pytest.approx(50.6 + 0.62 * (first - 1))
     bars = next(row.bars for row in window.rows if row.name == "trainer")
     inside = [bar for bar in bars if bar.end_s > window.start_s and bar.start_s < window.end_s]
@@ -339,12 +347,12 @@ def test_the_window_of_a_long_run_is_found_without_reading_all_of_it(tmp_path: P
     assert sum(min(b.end_s, window.end_s) - max(b.start_s, window.start_s) for b in bars) == pytest.approx(4 * 0.6)
 
 
-def test_a_row_has_what_lies_in_its_window_wherever_that_is(tmp_path: Path) -> None:
-    make_run_dir(tmp_path, steps=4000)
+def test_a_row_has_what_lies_in_its_window_wherever_that_is(tmp_path: Path, read_ahead: int) -> None:
+    make_run_dir(tmp_path, steps=1000)
     path = tmp_path / "timeline" / "trainer.jsonl"
-    assert path.stat().st_size > 3 * READ_AHEAD
+    assert path.stat().st_size > 3 * read_ahead
     slices = [json.loads(line) for line in path.read_bytes().splitlines() if b"slice" in line]
-    for start_s in (40.0, 50.0, 50.7, 700.0, 1300.05, 2000.0, 2525.0, 2600.0):
+    for start_s in (40.0, 50.0, 50.7, 200.0, 350.05, 500.0, 665.0, 700.0):
         end_s = start_s + 2.0
         expected = [
             (one["start_ns"], one["end_ns"])
@@ -691,15 +699,16 @@ def test_stages_before_rl_have_their_curves_and_held_out_numbers(run_dir: Path) 
 # Size
 
 
-def test_ten_thousand_steps_make_a_small_page_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", with_slow([5000], [10_000]))
+def test_thousands_of_steps_make_a_small_page_at_once(tmp_path: Path, steps: int) -> None:
     lines = metrics_of(make_run_dir(tmp_path, steps=100))
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        for step in range(10_000):
+        for step in range(steps):
             line = lines[step % 100] | {"step": step, "version": step + 1, "wall_s": 0.62 * (step + 1), "loss": 0.0}
             file.write(json.dumps(line) + "\n")
     rollout = (tmp_path / "rollouts.jsonl").read_bytes().splitlines(keepends=True)[0]
     with (tmp_path / "rollouts.jsonl").open("wb") as out:
-        for step in range(10_000):
+        for step in range(steps):
             out.write(rollout.replace(b'"step":0', b'"step":%d' % step))
     started_s = time.process_time()
     path = write_report(tmp_path)

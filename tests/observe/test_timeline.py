@@ -2,7 +2,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.core.clock import VirtualClock, WallClock
@@ -31,7 +31,7 @@ def play(timeline: Timeline, clock: VirtualClock, tree: list, pause_s: float, ex
         expected[outer] += pause_s
 
 
-@given(tree=TREE, pause_s=DURATIONS, on_disk=st.booleans())
+@drawn(30, 100, tree=TREE, pause_s=DURATIONS, on_disk=st.booleans())
 def test_random_nested_spans_sum_to_the_wall_time(tmp_path_factory, tree, pause_s, on_disk):
     path = tmp_path_factory.mktemp("t") / "p.jsonl" if on_disk else None
     clock = VirtualClock(5.0)

@@ -109,10 +109,10 @@ def test_groups_are_sampled_by_ordinal_and_sorted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_file_stays_bounded_and_keeps_whole_groups_of_the_whole_run(tmp_path: Path, restarts: bool) -> None:
-    path, max_bytes, num_groups = tmp_path / "t", 20_000, 3000
+    path, max_bytes, num_groups = tmp_path / "t", 10_000, 1500
     recorder = TokenRecorder(path, every=1, max_bytes=max_bytes)
     for ordinal in range(num_groups):
-        if restarts and ordinal % 700 == 699:
+        if restarts and ordinal % 350 == 349:
             recorder.close()
             recorder = TokenRecorder(path, every=1, max_bytes=max_bytes)
         recorder.record(lines_of(ordinal))

@@ -189,7 +189,7 @@ def test_a_passage_is_the_fold_of_all_events(run_dir: Path, monkeypatch: pytest.
     assert max(b - a for a, b in itertools.pairwise(offsets)) < 0.5 * index.tail.offset, "they are spread evenly"
     lines = all_decisions(run_dir / "events.jsonl")
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(20):
         start_s, end_s = sorted(rng.uniform(-1, index.end_s + 2) for _ in range(2))
         found = index.passage(start_s, end_s)
         assert found.loop == loop_at(lines, start_s)

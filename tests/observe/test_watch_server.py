@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import with_slow
 from made_up_loop import RAW_START_S, Loop
 
 import slipstream
@@ -317,7 +318,7 @@ def test_the_public_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "interrupted by SIGTERM\n")],
+    with_slow([(signal.SIGINT, 130, "interrupted\n")], [(signal.SIGTERM, 143, "interrupted by SIGTERM\n")]),
 )
 def test_a_signal_ends_the_command_at_once_and_torch_was_never_loaded(
     number: signal.Signals, code: int, said: str, run_dir: Path

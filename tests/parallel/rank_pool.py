@@ -1,6 +1,6 @@
 """Processes that wait for jobs and do them together, as the ranks of gloo groups on this machine.
 
-They are made once per test session: a process that imports torch takes longer than all that the tests ask of it.
+They are forked from a process that has imported torch: that takes longer than all that the tests ask of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 120.0
 GROUPS_PER_JOB = 1000
 MOST_GROUPS = 64
-"""After that many, the next job gets new ranks. A thread of each group wakes a hundred times a second, and torch's caches
-keep the groups of meshes, so that none can be given up: in a long session they took a fifth of two cores.
+"""After that many, the next job gets new ranks. A thread of each group wakes a hundred times a second, and torch's
+caches keep the groups of meshes, so that none can be given up: in a long session they took a fifth of two cores.
 """
 PRELOADED = [
     "torch._dynamo",  # models on "meta" pull it in

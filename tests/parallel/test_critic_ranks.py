@@ -10,6 +10,7 @@ from typing import Any
 import critic_jobs
 import numpy as np
 import pytest
+from covering import with_slow
 from rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))
@@ -43,10 +44,10 @@ def tables(ranks: int = 1, tensor_parallel: int = 1) -> dict[str, Any]:
     return config.model_dump()
 
 
-def asked(*, first: int = 0, save: Path | None = None) -> list[bytes]:
+def asked(*, first: int = 0, steps: int = STEPS, save: Path | None = None) -> list[bytes]:
     """What a trainer sends in some steps; the returns are drawn, the last update of a step is of a single sequence."""
     messages: list[Message] = []
-    for step in range(first, first + STEPS):
+    for step in range(first, first + steps):
         groups = sharing_prompts(make_groups(seed=step, given=True))
         sequences = [train_sequence(one.completion) for group in groups for one in group.rollouts]
         messages += [sent_sequence(one) for one in sequences]
@@ -55,7 +56,7 @@ def asked(*, first: int = 0, save: Path | None = None) -> list[bytes]:
             part = sequences[index::2] if index < UPDATES - 1 else sequences[:1]
             messages += [returns(part, seed=10 * step + index), CriticUpdate(step=step, index=index)]
     if save is not None:
-        messages.append(CriticCheckpoint(step=first + STEPS, path=str(save)))
+        messages.append(CriticCheckpoint(step=first + steps, path=str(save)))
     return [wire.encode(message) for message in [*messages, Stop()]]
 
 
@@ -92,7 +93,7 @@ def joined(found: list[critic_jobs.Boxes]) -> dict[str, np.ndarray]:
     return whole
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_slow(["dp2_tp2"], ["tp2", "dp2"]))
 def test_divided_it_says_and_learns_what_one_rank_does(ranks: RankPool, layout: str, tmp_path: Path) -> None:
     world, tensor_parallel = LAYOUTS[layout]
     answers, boxes, num_bytes = critic_jobs.carry_out(RankGroup.alone(), tables(), asked(), str(tmp_path))
@@ -115,14 +116,14 @@ def test_divided_it_says_and_learns_what_one_rank_does(ranks: RankPool, layout: 
 
 def test_a_checkpoint_fits_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Written by four, read by one and by two, which go on alike; its files stand behind those of the trainer's."""
-    path = tmp_path / "checkpoints" / ".critic" / "step_2"
-    ranks.run(critic_jobs.carry_out_on, tables(4, 2), asked(save=path), str(tmp_path), world=4)
+    path = tmp_path / "checkpoints" / ".critic" / "step_1"
+    ranks.run(critic_jobs.carry_out_on, tables(4, 2), asked(steps=1, save=path), str(tmp_path), world=4)
     verify_checkpoint(path)
     assert sorted(one.name for one in path.glob("rank_*")) == [f"rank_0000{rank}.safetensors" for rank in (1, 2, 3, 4)]
-    kept = tmp_path / "kept" / "step_2"  # the executor clears what lies beside the checkpoints
+    kept = tmp_path / "kept" / "step_1"  # the executor clears what lies beside the checkpoints
     path.parent.rename(kept.parent)
-    more = asked(first=2)
-    _, uninterrupted, _ = critic_jobs.carry_out(RankGroup.alone(), tables(), asked()[:-1] + more, str(tmp_path))
+    more = asked(first=1, steps=1)
+    _, uninterrupted, _ = critic_jobs.carry_out(RankGroup.alone(), tables(), asked(steps=1)[:-1] + more, str(tmp_path))
     _, alone, _ = critic_jobs.carry_out(RankGroup.alone(), tables(), more, str(tmp_path), str(kept))
     args = (tables(2, 1), more, str(tmp_path), str(kept))
     divided = [boxes for _, boxes, _ in ranks.run(critic_jobs.carry_out_on, *args, world=2)]

@@ -55,7 +55,7 @@ def joined(by_rank: list[list[Tensor]]) -> list[Tensor]:
 
 
 @drawn(
-    15,
+    8,
     100,
     seed=st.integers(0, 10**6),
     world=st.sampled_from([2, 4]),

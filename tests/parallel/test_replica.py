@@ -115,7 +115,7 @@ def evaluation(eval_id: int, count: int, temperature: float = 0.0) -> Evaluate:
     return Evaluate(eval_id=eval_id, prompts=prompts, temperature=temperature)
 
 
-@pytest.mark.parametrize("world", with_slow([4], [2]))
+@pytest.mark.parametrize("world", with_slow([2], [4]))
 def test_completions_are_those_of_one_executor(ranks: RankPool, policy: str, world: int) -> None:
     """Versions arrive on each rank at a step of its own, one gives way to the next, and so do commands."""
     case = jobs.Case(
@@ -176,7 +176,7 @@ def cases(draw: st.DrawFn) -> jobs.Case:
     return jobs.Case(mode, tuple(messages), staged, late, seconds_per_step=0.5)
 
 
-@pytest.mark.parametrize(("world", "num_examples"), with_slow([(4, 3)], [(2, 10), (4, 10)]))
+@pytest.mark.parametrize(("world", "num_examples"), with_slow([(4, 2)], [(2, 10), (4, 10)]))
 def test_whatever_arrives_when(ranks: RankPool, policy: str, world: int, num_examples: int) -> None:
     @settings(
         max_examples=num_examples,
@@ -296,7 +296,7 @@ def test_a_part_of_a_fresh_model_has_the_numbers_of_the_whole(ranks: RankPool, f
 
 
 def test_ranks_without_work_sleep_and_wake_at_once(ranks: RankPool, policy: str, transport: str) -> None:
-    slept = ranks.run(jobs.sleep, policy, transport, 0.5, [None] * 4, world=4)
+    slept = ranks.run(jobs.sleep, policy, transport, 0.5, [None] * 2, world=2)
     for rank in slept:
         assert rank.num_rounds == 1  # the one that the command is obeyed in
         assert rank.num_steps <= 4
@@ -318,7 +318,7 @@ def test_a_version_is_committed_without_work_once_all_have_staged_it(
 
 
 def test_a_version_that_one_rank_does_not_stage_holds_nobody_up(ranks: RankPool, policy: str, transport: str) -> None:
-    slept = ranks.run(jobs.sleep, policy, transport, 0.5, [0.1, 0.2, None, 0.0], world=4)
+    slept = ranks.run(jobs.sleep, policy, transport, 0.5, [0.1, None], world=2)
     for rank in slept:
         assert rank.committed == []
         assert rank.num_rounds == 1

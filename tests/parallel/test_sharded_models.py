@@ -50,9 +50,11 @@ def test_a_fresh_model_has_the_same_numbers_in_every_division(ranks: RankPool, l
     with_slow(
         [
             (Layout(2, 1, reduce_once=True, recomputes=True), 3e-6, 1e-5),
-            (Layout(2, 1, precision="bfloat16"), 0.1, 3e-3),  # rounding may send tokens to other experts
         ],
-        [(Layout(2, 1), 3e-6, 1e-5)],
+        [
+            (Layout(2, 1, precision="bfloat16"), 0.1, 3e-3),  # rounding may send tokens to other experts
+            (Layout(2, 1), 3e-6, 1e-5),
+        ],
     ),
 )
 def test_data_parallel_ranks_train_a_mixture_of_experts(
@@ -115,8 +117,8 @@ def test_products_in_bfloat16_leave_float32_weights_and_nearly_the_same_gradient
 def test_equals_torch_adamw_with_its_clipping(ranks: RankPool) -> None:
     settings = {"lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.9}
     config = CONFIGS["llama_tied"]
-    one = sharded_jobs.train_with_torch(config, settings, 6)
-    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS["dp2_tp2"], settings, 6, world=4)
+    one = sharded_jobs.train_with_torch(config, settings, 4)
+    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS["dp2_tp2"], settings, 4, world=4)
     assert by_rank[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
     assert relative(assembled([seen.weights for seen in by_rank]), one.weights) < 1e-5
 
@@ -130,7 +132,7 @@ def test_tensorflow_adam(ranks: RankPool) -> None:
     assert relative(alone("llama", 4).weights, one.weights) > 1e-5, "the formulations differ"
 
 
-@pytest.mark.parametrize("layout", with_slow(["dp2_tp2"], ["dp2", "tp2"]))
+@pytest.mark.parametrize("layout", with_slow(["dp2"], ["dp2_tp2", "tp2"]))
 def test_resumed_is_uninterrupted(ranks: RankPool, layout: str) -> None:
     results = ranks.run(sharded_jobs.resume, CONFIGS["qwen3"], SOME[layout], SETTINGS, world=SOME[layout].world)
     straight, resumed = (assembled([result[which] for result in results]) for which in (0, 1))
@@ -195,9 +197,9 @@ def test_critics_are_trained_as_on_one_rank(ranks: RankPool, layout: str, case: 
         save_scalar_model(reward_model, tmp_path)
         critic["path"] = str(tmp_path)
     run = critic_run(**critic)
-    trunk, others, norms = sharded_jobs.train_critic_alone(config, run, 4)
+    trunk, others, norms = sharded_jobs.train_critic_alone(config, run, 3)
     assert min(norms) > 0
-    results = ranks.run(sharded_jobs.train_critic, config, LAYOUTS[layout], run, 4, world=LAYOUTS[layout].world)
+    results = ranks.run(sharded_jobs.train_critic, config, LAYOUTS[layout], run, 3, world=LAYOUTS[layout].world)
     for held, other, seen in results:
         assert seen == results[0][2]
         assert seen == pytest.approx(norms, rel=1e-4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from covering import covering
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from rank_models import CONFIGS, LLAMA, shard_boxes, whole_model, whole_tensors
 
@@ -62,8 +62,7 @@ def copies_of(name: str, config: TransformerConfig, world: int) -> int:
     return 1
 
 
-@settings(max_examples=15, deadline=None)
-@given(divisions())
+@drawn(6, 60, division=divisions())
 def test_all_boxes_are_the_whole_and_restore_it(division: tuple[TransformerConfig, int]) -> None:
     check_boxes(*division)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import rank_jobs
 import stage_jobs as jobs
+from covering import with_slow
 from rank_models import CONFIGS, LLAMA, MIXTURE, VOCAB, whole_model
 from rank_pool import RankPool
 
@@ -58,7 +59,7 @@ def assert_same(left: rank_jobs.Tokens, right: rank_jobs.Tokens, *, atol: float)
 @pytest.mark.parametrize(
     ("config", "world", "stages"),
     [
-        (DEEP, 2, 2),
+        pytest.param(DEEP, 2, 2, marks=pytest.mark.slow),
         (DEEP, 4, 4),
         (DEEP, 4, 2),
         (CONFIGS["gpt2"], 2, 2),
@@ -69,14 +70,14 @@ def assert_same(left: rank_jobs.Tokens, right: rank_jobs.Tokens, *, atol: float)
 )
 def test_tokens_are_those_of_one_engine(ranks: RankPool, config: TransformerConfig, world: int, stages: int) -> None:
     """To the bit where every layer is whole: more sequences than rows, shared prompts in chunks."""
-    batch = requests(8, 3)
+    batch = requests(8, 3, max_new_tokens=12)
     by_rank = ranks.run(jobs.generate, config, batch, stages, world=world)
     for tokens in by_rank[1:]:
         assert_same(tokens, by_rank[0], atol=0)
     assert_same(by_rank[0], one_engine(config, batch), atol=0 if world == stages else 1e-4)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", with_slow([2], [4]))
 def test_pages_hold_a_stages_layers(ranks: RankPool, stages: int) -> None:
     """So few of them that rows lose theirs; kept sets travel with tokens."""
     batch = requests(8, 3, top_k=5)
@@ -86,7 +87,7 @@ def test_pages_hold_a_stages_layers(ranks: RankPool, stages: int) -> None:
     assert_same(by_rank[0], one_engine(DEEP, batch), atol=1e-5)
 
 
-@pytest.mark.parametrize(("paged", "mode"), [(False, "keep"), (False, "recompute"), (True, "keep")])
+@pytest.mark.parametrize(("paged", "mode"), with_slow([(False, "recompute"), (True, "keep")], [(False, "keep")]))
 def test_every_token_is_of_the_version_that_it_says(ranks: RankPool, paged: bool, mode: str) -> None:
     """Against a loop over positions in float64, which has the weights of each token's version. Rows lose their keys,
     too, which are made again by the present weights.

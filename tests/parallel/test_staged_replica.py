@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import replica_jobs as jobs
+from covering import with_slow
 from rank_pool import RankPool
 from stage_jobs import reread
 from test_replica import BETWEEN, IN_FLIGHT, assert_one_replica, evaluation, logprobs, said
@@ -32,7 +33,7 @@ def transport() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", with_slow([2], [1]))
 def test_every_completion_is_of_the_versions_that_it_says(
     ranks: RankPool, policy: str, transport: str, together: int
 ) -> None:
@@ -61,7 +62,7 @@ def test_every_completion_is_of_the_versions_that_it_says(
     assert max(num_spans) > 1
 
 
-@pytest.mark.parametrize("precision", ["int8", "mxfp4"])
+@pytest.mark.parametrize("precision", with_slow(["int8"], ["mxfp4"]))
 def test_versions_of_fewer_bits_are_served_by_stages(
     ranks: RankPool, policy: str, transport: str, precision: str
 ) -> None:

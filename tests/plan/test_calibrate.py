@@ -11,6 +11,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from covering import with_slow
 from recorded_simulation import WrittenRun
 
 from slipstream.cli import main
@@ -120,6 +121,13 @@ def run(recorded):
     return read_run(recorded[0])
 
 
+@pytest.fixture
+def read_already(told, run, monkeypatch):
+    """What is asked of the recorded run is answered from what has been read of it."""
+    monkeypatch.setattr("slipstream.plan.what_if.read_run", lambda folder: run)
+    monkeypatch.setattr("slipstream.plan.what_if.calibrate", lambda runs: told)
+
+
 def test_what_was_measured_is_what_happened(recorded):
     folder, found = recorded
     outcome = measured(read_run(folder))
@@ -170,12 +178,10 @@ CHANGES = {
 }
 
 
-FEW = ("in turns", "two replicas")
+USUAL = "in turns"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in CHANGES]
-)
+@pytest.mark.parametrize("name", with_slow([USUAL], [name for name in CHANGES if name != USUAL]))
 def test_another_run_is_predicted_from_the_files_of_one(told, name):
     """The truth is a simulation with the true costs, and with lengths of its own."""
     changed = config(**CHANGES[name])
@@ -207,7 +213,7 @@ def with_two_threads(costs: Costs) -> Costs:
     )
 
 
-def test_what_if_tells_three_outcomes(recorded, tmp_path):
+def test_what_if_tells_three_outcomes(recorded, read_already, tmp_path):
     folder, found = recorded
     result = what_if(folder, {"max_staleness": 3, "generator.replicas": 2}, seeds=1, events=tmp_path / "events.jsonl")
     assert result.overrides == {"max_staleness": 3, "generator": {"replicas": 2}}
@@ -219,11 +225,12 @@ def test_what_if_tells_three_outcomes(recorded, tmp_path):
     assert replayed.is_sound
     assert replayed.num_steps == 40
     same = what_if(folder, seeds=1)
+    assert result.changed != what_if(folder, {"max_staleness": 3}, seeds=1).changed, "two replicas are not one"
     assert not same.is_changed
     assert same.changed == same.as_it_was == result.as_it_was, "the same seeds, the same completions"
 
 
-def test_a_slower_reward_is_a_dial(recorded):
+def test_a_slower_reward_is_a_dial(recorded, read_already):
     """Each of 48 completions a step takes its one worker 50 ms."""
     result = what_if(recorded[0], reward_s=0.05, seeds=1)
     assert result.changed.step_s == pytest.approx(48 * 6 / 5 * 0.05, rel=0.1), "one in six is scored for nothing"
@@ -377,7 +384,7 @@ def pieces(seed: int, beside: float, threads: int, speed: float, noise: float, o
     return Pieces(seconds, counts, np.ones(count), rates, np.full(count, threads), np.full(count, seed))
 
 
-@pytest.mark.parametrize("noise", [0.02, 0.5])
+@pytest.mark.parametrize("noise", with_slow([0.5], [0.02]))
 def test_a_fit_finds_costs_and_interference_in_noise(noise):
     found = fit(("steps", "rows"), CORES, [pieces(seed, 0.6, 1, 1.0, noise) for seed in range(4)])
     assert found.beside == pytest.approx(0.6, abs=0.02 + 0.1 * noise)
@@ -430,7 +437,7 @@ def test_what_the_pieces_do_not_tell_is_as_usual():
 # The command
 
 
-def test_the_command_shows_three_columns(recorded, capsys, monkeypatch):
+def test_the_command_shows_three_columns(recorded, read_already, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["simulate", str(recorded[0]), "--max-staleness", "3", "--generators", "2", "--seeds", "1"]) == 0
     text = capsys.readouterr().out
@@ -440,15 +447,28 @@ def test_the_command_shows_three_columns(recorded, capsys, monkeypatch):
     assert "The simulation of the run as it was is" in text
 
 
-def test_the_command_prints_json_and_needs_no_torch(recorded):
+def test_the_command_prints_json_and_needs_no_torch(tmp_path):
+    short = config(steps=12)
+    WrittenRun(short, truth(short), Words(), true_costs(), tmp_path / "short", (MICROBATCH_S, TOKEN_S)).write()
     code = "import sys; from slipstream.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    argv = [sys.executable, "-c", code, "simulate", str(recorded[0]), "--preset", "sync", "--seeds", "1", "--json"]
+    argv = [
+        sys.executable,
+        "-c",
+        code,
+        "simulate",
+        str(tmp_path / "short"),
+        "--preset",
+        "sync",
+        "--seeds",
+        "1",
+        "--json",
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["overrides"] == {"max_staleness": 0, "weight_update": "between_batches"}
     assert told["changed"]["staleness_max"] == 0
-    assert told["measured"]["steps"] == told["changed"]["steps"] == 40
+    assert told["measured"]["steps"] == told["changed"]["steps"] == 12
     assert set(told["as_it_was"]["idle"]) == {"trainer", "generator"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.plan.search import Choice, best_split, frontier
@@ -26,7 +26,7 @@ def brute_force(given_choices, devices):
     return min(fitting) if fitting else None
 
 
-@given(given_choices=st.lists(choices, min_size=1, max_size=4), devices=st.integers(1, 16))
+@drawn(50, 100, given_choices=st.lists(choices, min_size=1, max_size=4), devices=st.integers(1, 16))
 def test_equals_brute_force_over_all_divisions(given_choices, devices):
     frontiers = {str(index): frontier(those) for index, those in enumerate(given_choices)}
     found = best_split(frontiers, devices)

@@ -162,6 +162,11 @@ def recorded(tmp_path_factory):
     return written(tmp_path_factory.mktemp("runs") / "recorded", 1)
 
 
+@pytest.fixture(scope="module")
+def machine(recorded):
+    return machine_of(recorded)
+
+
 def machine_of(folder):
     times = CalibratedTimes(calibrate([read_run(folder)]))
     run = read_run(folder)
@@ -177,8 +182,7 @@ def machine_of(folder):
     )
 
 
-def test_a_run_s_own_layout_takes_what_it_took(recorded):
-    machine = machine_of(recorded)
+def test_a_run_s_own_layout_takes_what_it_took(machine, recorded):
     assert machine.cores == 2
     rollouts_of_it = 24  # of 48, in each of two microbatches
     found = next(
@@ -195,7 +199,7 @@ def test_a_run_s_own_layout_takes_what_it_took(recorded):
     assert "2 threads" in machine.times.guessed(in_turns.plan)
 
 
-def test_every_cause_and_every_use_that_a_plan_has_is_said_in_words(recorded):
+def test_every_cause_and_every_use_that_a_plan_has_is_said_in_words(machine):
     """And no other has words: layouts of all kinds have them all between them."""
     turns = Turns(turns=4, given_tokens=500, environment_s=1.0)
     workload = replace(WORKLOAD, turns=turns, reference=True, reward_model=MODEL.model)
@@ -208,7 +212,7 @@ def test_every_cause_and_every_use_that_a_plan_has_is_said_in_words(recorded):
     in_turns = [SynchronousPlan(trainer=trainers[0], generator=PLAN.generator, frees=frees) for frees in FREES]
     steps = [*map(costs.asynchronous, plans), *map(costs.synchronous, in_turns)]
     spent = [parts for step in steps for parts in step.sides.values()]
-    times = machine_of(recorded).times
+    times = machine.times
     spent += [times.train(alone, WORKLOAD), times.generate(PLAN.generator, WORKLOAD)]
     held = [costs.train_memory(alone), costs.generator_memory(PLAN.generator), costs.scorer_memory(costs.model, scorer)]
     held += [parts for plan in in_turns for parts in costs.colocated_memory(plan).values()]
@@ -216,9 +220,8 @@ def test_every_cause_and_every_use_that_a_plan_has_is_said_in_words(recorded):
     assert set().union(*(parts.parts for parts in held)) == USES.keys()
 
 
-def test_what_is_done_for_groups_without_signal_is_counted(recorded, tmp_path):
-    folder = written(tmp_path / "half", 2)
-    half, all_of_it = machine_of(folder), machine_of(recorded)
+def test_what_is_done_for_groups_without_signal_is_counted(machine, tmp_path):
+    half, all_of_it = machine_of(written(tmp_path / "half", 2)), machine
     layout = GeneratorLayout(devices=1, tensor_parallel=1, slots=24, precision="float32")
     once, twice = (one.times.generate(layout, all_of_it.workload).total for one in (all_of_it, half))
     assert twice == pytest.approx(2 * once, rel=0.1)

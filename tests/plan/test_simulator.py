@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from benchmarks.policies import heavy_tailed, slot_idle_frac, steps_of, trained_of
@@ -245,8 +245,7 @@ def test_a_stuck_schedule_is_an_error():
 
 
 @st.composite
-def simulations(draw):
-    name = draw(st.sampled_from(sorted(POLICIES)))
+def simulations(draw, name):
     groups = draw(st.integers(1, 4))
     staleness = 1 if name == "one_step" else draw(st.integers(0, 3))
     every = 1 if name == "one_step" else draw(st.integers(1, staleness + 1))
@@ -295,7 +294,7 @@ def simulations(draw):
         jitter=draw(st.sampled_from([{}, {"decode": [0.5, 1.5], "train": [0.5, 1.5], "score": [0.0, 2.0]}])),
         **{name: draw(small) for name in names},
     )
-    return name, config, setup, costs, draw(st.integers(0, 3))
+    return config, setup, costs, draw(st.integers(0, 3))
 
 
 class Observed:
@@ -314,10 +313,10 @@ class Observed:
         return [GroupWork(2, (1 + (i + version) % 5,)) for i in range(5)]
 
 
-@settings(max_examples=60, deadline=None)
-@given(simulations())
-def test_whatever_the_dials_nothing_is_lost_and_every_second_is_told(tmp_path_factory, case):
-    name, config, setup, costs, seed = case
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@drawn(4, 10, data=st.data())
+def test_whatever_the_dials_nothing_is_lost_and_every_second_is_told(tmp_path_factory, name, data):
+    config, setup, costs, seed = data.draw(simulations(name))
     work = Observed(config.completions_per_group, seed)
     folder = tmp_path_factory.mktemp("simulated")
     policy = make_policy(name, config)

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from theory import Eta, Side, Theory
@@ -84,8 +85,7 @@ def test_no_asynchronous_point_beats_the_optimum(theory: Theory) -> None:
     assert best == pytest.approx(found.seconds)
 
 
-@given(theories())
-@settings(max_examples=100, deadline=None)
+@drawn(30, 100, theory=theories())
 def test_memory_is_full_and_both_sides_take_as_long(theory: Theory) -> None:
     found = theory.asynchronous()
     for side, best in ((theory.trainer, found.trainer), (theory.generator, found.generator)):
@@ -95,8 +95,7 @@ def test_memory_is_full_and_both_sides_take_as_long(theory: Theory) -> None:
     assert theory.samples / theory.devices * training == pytest.approx(found.seconds)
 
 
-@given(theories(), st.floats(1.0001, 10), st.floats(-0.2, 0.2))
-@settings(max_examples=100, deadline=None)
+@drawn(30, 100, theory=theories(), slack=st.floats(1.0001, 10), shift=st.floats(-0.2, 0.2))
 def test_slack_in_memory_and_another_split_cost_time(theory: Theory, slack: float, shift: float) -> None:
     found = theory.asynchronous()
     at = (found.trainer.batch, found.generator.batch, found.trainer.degree, found.generator.degree, found.theta)
@@ -123,15 +122,13 @@ def test_no_synchronous_point_beats_the_optimum_and_memory_is_full(theory: Theor
     assert held / found.degree == pytest.approx(theory.device_bytes)
 
 
-@given(theories())
-@settings(max_examples=200, deadline=None)
+@drawn(50, 200, theory=theories())
 def test_asynchronous_is_strictly_faster(theory: Theory) -> None:
     """Theorem 7.5."""
     assert theory.asynchronous().seconds < theory.synchronous().seconds
 
 
-@given(theories(), st.floats(0.3, 0.9))
-@settings(max_examples=100, deadline=None)
+@drawn(30, 100, theory=theories(), gain=st.floats(0.3, 0.9))
 def test_lemma_11_3_moves_theta_down_not_up(theory: Theory, gain: float) -> None:
     """A trainer that costs less lets both sides finish earlier with a smaller share; the print shifts theta up,
 

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.controller.policies import make_policy
@@ -162,8 +163,9 @@ def test_a_run_is_simulated_with_its_versions():
     assert [setup.weight_update_at for setup in setups] == ["episode"] * 3 + ["turn"]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
+@drawn(
+    15,
+    40,
     seed=st.integers(0, 99),
     update=st.sampled_from(["in_flight", "between_batches"]),
     slots=st.integers(1, 8),

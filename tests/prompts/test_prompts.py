@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from covering import with_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -127,13 +128,17 @@ def test_tasks_mix_by_weight_and_keep_their_keys(tokenizer: PreTrainedTokenizerF
     assert list(task_table([tasks[0], tasks[0]])) == ["spell_backward", "spell_backward#2"]
 
 
-def test_too_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
-    made = build_prompts(
-        run_config(tasks=spelling(), template="{word}", max_prompt_tokens=5, num_train=300, num_eval=50), tokenizer
+@pytest.mark.parametrize(("num_train", "num_eval"), with_slow([(60, 10)], [(300, 50)]))
+def test_too_long_prompts_are_dropped_and_counted(
+    tokenizer: PreTrainedTokenizerFast, num_train: int, num_eval: int
+) -> None:
+    config = run_config(
+        tasks=spelling(), template="{word}", max_prompt_tokens=5, num_train=num_train, num_eval=num_eval
     )
+    made = build_prompts(config, tokenizer)
     assert max(len(p.tokens) for p in [*made.train.prompts, *made.eval]) == 5
     assert made.report.num_too_long > 0
-    assert len(made.train) == 300
+    assert len(made.train) == num_train
 
 
 @given(st.text(max_size=40))

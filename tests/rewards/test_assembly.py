@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.core.types import Completion, Prompt, Segment
@@ -87,10 +87,11 @@ class World:
         self.on_its_way[:0] = self.kept[ordinal]
 
 
-@settings(max_examples=300)
-@given(
-    st.integers(0, 2**32),
-    st.lists(st.sampled_from([PLAIN, RANKED, OWN, OWN_RANKED]), min_size=1, max_size=4),
+@drawn(
+    60,
+    300,
+    seed=st.integers(0, 2**32),
+    terms=st.lists(st.sampled_from([PLAIN, RANKED, OWN, OWN_RANKED]), min_size=1, max_size=4),
 )
 def test_whatever_the_order_each_group_is_scored_as_a_whole(seed: int, terms: list[Where]) -> None:
     chance = random.Random(seed)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from covering import with_slow
 from reward_jobs import GENEROUS_S, HERE, job, run_jobs
 
 from slipstream.core.clock import VirtualClock
@@ -66,7 +67,7 @@ def wait_for(pool: ScoringPool, is_so: Callable[[], bool]) -> None:
         assert pool.poll() == []
 
 
-@pytest.mark.parametrize(("question", "slow"), [("hang alone", HANGS), ("hang", RANKS)])
+@pytest.mark.parametrize(("question", "slow"), with_slow([("hang alone", HANGS)], [("hang", RANKS)]))
 def test_who_is_slow_is_named_among_several_terms(question: str, slow: RewardTerm) -> None:
     """The clock is moved when the worker has said what it has come to."""
     clock, name = VirtualClock(), slow.function.rpartition(":")[2]

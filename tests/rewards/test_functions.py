@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import reasoning_gym
+from covering import with_slow
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
@@ -46,9 +47,10 @@ def score(function: str, params: dict[str, Any], one: RewardJob, tasks: dict[str
     return build_scoring(make_term(function, params), tasks or {}).scores([one])[0]
 
 
-def test_task_gives_the_verifiers_partial_credit() -> None:
+@pytest.mark.parametrize("size", with_slow([6], [20]))
+def test_task_gives_the_verifiers_partial_credit(size: int) -> None:
     tasks = {"words": Task("spell_backward", {"min_word_len": 3})}
-    dataset = reasoning_gym.create_dataset("spell_backward", seed=3, size=20)
+    dataset = reasoning_gym.create_dataset("spell_backward", seed=3, size=size)
     for entry in dataset:
         right, wrong = entry["answer"], entry["metadata"]["word"]
         one = job(f" {right}\n", task="words", entry=entry)

@@ -281,8 +281,11 @@ def test_two_judges_and_a_function_are_asked_together(tmp_path: Path) -> None:
     assert len(first.questions) == len(second.questions) == 2
 
 
-def test_a_server_that_comes_back_within_the_deadline_costs_no_score(tmp_path: Path) -> None:
-    """It is killed behind the third of ten, and comes back on the same port a second later."""
+def test_a_server_that_comes_back_within_the_deadline_costs_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed behind the third of ten, and comes back on the same port half a second later."""
+    monkeypatch.setattr(judge_module, "_BACKOFF_S", 0.3)
     with held_port() as port:
         servers = [JudgeServer(by_length, port=port).__enter__()]
         config = only(servers[0], timeout_s=20.0, max_concurrent=2)
@@ -291,7 +294,7 @@ def test_a_server_that_comes_back_within_the_deadline_costs_no_score(tmp_path: P
             if num_done >= 3 and len(servers) == 1:
                 servers[0].__exit__()
                 servers.append(JudgeServer(by_length, port=port))
-                timer = threading.Timer(1.0, servers[1].__enter__)
+                timer = threading.Timer(0.5, servers[1].__enter__)
                 timer.start()
 
         rollouts, values = scored(config, ["x" * n for n in range(1, 11)], tmp_path, during=during)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from covering import with_slow
 from heard import Heard
 from ports import Port, start
 
@@ -156,7 +157,7 @@ def test_a_callable_replaces_the_configured_terms(tmp_path: Path) -> None:
     assert [m.reward for m in ports["rollouts"].messages if isinstance(m, Rollout)] == [float(i) for i in range(20)]
 
 
-@pytest.mark.parametrize("name", ["spell_backward", "countdown"])
+@pytest.mark.parametrize("name", with_slow(["countdown"], ["spell_backward"]))
 def test_tasks_are_ready_before_the_first_completion(tmp_path: Path, name: str) -> None:
     executor = Rewards(RewardsConfig(), {name: TaskConfig(name=name)})
     ports = start(executor, tmp_path, name="rewards")

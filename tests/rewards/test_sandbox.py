@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 import reasoning_gym
 from barriers import needs
+from covering import with_slow
 from processes import below, not_gone
 from reward_jobs import GENEROUS_S, HERE, job, run_jobs
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
+from slipstream.jail import sandbox
 from slipstream.jail.isolation import BARRIERS
 from slipstream.rewards.checks import isolation_report
-from slipstream.rewards.pool import ScoringPool
-from slipstream.rewards.protocol import Task
+from slipstream.rewards.pool import ScoredJob, ScoringPool
+from slipstream.rewards.protocol import RewardJob, Task
 
 ATTACK = (f"{HERE / 'hostile_verifiers.py'}:attack", {})
 MakePool = Callable[..., ScoringPool]
@@ -62,7 +64,11 @@ def test_isolation_is_reported() -> None:
         ("fill", "OSError"),
     ],
 )
-def test_an_attack_fails_its_own_rollout_only(pool: ScoringPool, attack: str, failure: str) -> None:
+def test_an_attack_fails_its_own_rollout_only(
+    pool: ScoringPool, attack: str, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attack == "closes":  # its connection, and goes on all the same
+        monkeypatch.setattr(sandbox, "_KEEPER_GRACE_S", 0.5)
     done = run_jobs(pool, [job(0, "ok"), job(1, attack), job(2, "ok"), job(3, "ok")])
     assert failure in (done[1].failure or ""), done[1]
     assert len(done[1].failure or "") < 1100
@@ -108,7 +114,7 @@ def test_a_flood_of_text_goes_nowhere(pool: ScoringPool) -> None:
     assert run_jobs(pool, [job(0, "stdout")])[0].parts == [1.0]
 
 
-@pytest.mark.parametrize("attack", ["fork", "fork_and_hang"])
+@pytest.mark.parametrize("attack", with_slow(["fork"], ["fork_and_hang"]))
 def test_forked_children_that_left_their_session_die_with_the_worker(make_pool: MakePool, attack: str) -> None:
     needs("processes")
     clock = VirtualClock()
@@ -195,33 +201,64 @@ def test_a_run_that_starts_at_home_shows_workers_none_of_it(
     assert done[2].failure is None
 
 
-def test_a_shell_command_in_a_countdown_answer_does_nothing(make_pool: MakePool) -> None:
+COUNTDOWN: Any = reasoning_gym.create_dataset("countdown", seed=1, size=1)[0]
+
+
+def countdown_job(job_id: int, text: str) -> RewardJob:
+    return job(job_id, text, task="countdown", entry=COUNTDOWN)
+
+
+@pytest.fixture(scope="module")
+def countdown(make_pool: MakePool) -> tuple[ScoringPool, VirtualClock]:
+    """One pool for all: a worker imports for seconds."""
+    clock = VirtualClock()
+    tasks: dict[str, Any] = {"tasks": {"countdown": Task("countdown", {})}}
+    return make_pool(("task", {}), **tasks, timeout_s=1.0, clock=clock), clock
+
+
+def scored_within_a_second(pool: ScoringPool, clock: VirtualClock, one: RewardJob) -> ScoredJob:
+    """The deadline of one second on `clock` passes when the worker has had a second of this machine's time."""
+    pool.submit(one)
+    done, end_s = pool.poll(), time.monotonic() + 1.0
+    while not done and (left_s := end_s - time.monotonic()) > 0:
+        select.select(pool.fds(), [], [], left_s)
+        done = pool.poll()
+    if not done:
+        clock.advance(1.0)
+        done = pool.poll()
+    (scored,) = done
+    return scored
+
+
+def test_a_shell_command_in_a_countdown_answer_does_nothing(countdown: tuple[ScoringPool, VirtualClock]) -> None:
     needs("files", "user")
-    entry = reasoning_gym.create_dataset("countdown", seed=1, size=1)[0]
     marker = Path("/tmp") / f"slipstream-marker-{os.getpid()}"
-    countdown: dict[str, Any] = {"tasks": {"countdown": Task("countdown", {})}}
     texts = [
         f"__import__('os').system('touch {marker}')",
         f"__import__('os').kill({os.getpid()}, 9)",
-        entry["answer"],
+        COUNTDOWN["answer"],
     ]
-    jobs = [job(i, text, task="countdown", entry=entry) for i, text in enumerate(texts)]
-    done = run_jobs(make_pool(("task", {}), **countdown), jobs)
+    done = run_jobs(countdown[0], [countdown_job(i, text) for i, text in enumerate(texts)])
     assert not marker.exists()
     assert done[0].failure is None  # it ran, in there
     assert done[0].parts[0] < 1
     assert done[2].parts == [1.0]
-    endless = ["9**9**9**9", "__import__('time').sleep(600)"]
-    jobs = [job(i, text, task="countdown", entry=entry) for i, text in enumerate(endless)]
-    done = run_jobs(make_pool(("task", {}), **countdown, timeout_s=1.0), jobs)
-    assert all("timed out" in (one.failure or "") for one in done.values())
+
+
+@pytest.mark.parametrize("text", with_slow(["9**9**9**9"], ["__import__('time').sleep(600)"]))
+def test_an_endless_countdown_answer_is_ended(countdown: tuple[ScoringPool, VirtualClock], text: str) -> None:
+    pool, clock = countdown
+    assert run_jobs(pool, [countdown_job(0, COUNTDOWN["answer"])])[0].parts == [1.0]
+    assert "timed out" in (scored_within_a_second(pool, clock, countdown_job(1, text)).failure or "")
 
 
 def test_math_verify_is_stopped_at_the_deadline(make_pool: MakePool) -> None:
-    done = run_jobs(make_pool(("math", {})), [job(0, r"so \boxed{\frac{1}{2}}", answer="0.5")])
+    clock = VirtualClock()
+    pool = make_pool(("math", {}), timeout_s=1.0, clock=clock)
+    done = run_jobs(pool, [job(0, r"so \boxed{\frac{1}{2}}", answer="0.5")])
     assert done[0].parts == [1.0]
-    done = run_jobs(make_pool(("math", {}), timeout_s=1.0), [job(0, "$9^{9^{9^9}}$", answer="1")])
-    assert done[0].failure is not None or done[0].parts == [0.0]
+    endless = scored_within_a_second(pool, clock, job(1, "$9^{9^{9^9}}$", answer="1"))
+    assert endless.failure is not None or endless.parts == [0.0]
 
 
 def test_a_worker_killed_from_outside_is_replaced(make_pool: MakePool) -> None:
@@ -315,4 +352,5 @@ def test_the_pool_is_not_blocked_by_a_worker_that_reads_slowly(make_pool: MakePo
 
 def signal_all(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

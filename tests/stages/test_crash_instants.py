@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -158,6 +159,15 @@ def check(folder: Path, truth: Truth, operation: int, what: str) -> None:
     assert [line["seq"] for line in lines(folder / "events.jsonl")] == list(range(truth.events[step])), what
 
 
+def contents(folder: Path) -> str:
+    """Return a digest of all names and bytes in `folder`: of pictures that are the same, one is resumed."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        data = b"" if path.is_dir() else path.read_bytes()
+        digest.update(repr((str(path.relative_to(folder)), path.is_dir(), len(data))).encode() + data)
+    return digest.hexdigest()
+
+
 def lines(path: Path) -> list[Any]:
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
@@ -181,9 +191,13 @@ def test_a_resume_finds_a_consistent_cut_after_a_crash_at_any_instant(folder: Pa
     with watching(disk):
         truth = run(folder, disk)
     assert disk.count > 100
+    seen: set[tuple[str, int | None]] = set()
     for number, (what, kind, picture) in enumerate(disk.pictures()):
         operation = number // 3 + 1
-        check(picture, truth, operation, f"{kind} at {what}")
+        if (same := (contents(picture), truth.durable(operation))) not in seen:
+            seen.add(same)
+            check(picture, truth, operation, f"{kind} at {what}")
+    assert len(seen) > 50
 
 
 @pytest.mark.usefixtures("_no_sync")
@@ -200,7 +214,11 @@ def test_a_resume_may_be_cut_off_at_any_instant_as_well(folder: Path, tmp_path: 
     with watching(disk):
         check(folder, truth, 1, "undisturbed")
     assert (folder / "attempt_1" / "timeline" / "trainer.jsonl").is_file()
+    seen: set[str] = set()
     for what, kind, picture in disk.pictures():
+        if (same := contents(picture)) in seen:
+            continue
+        seen.add(same)
         check(picture, truth, 1, f"{kind} at {what}")
         attempts = sorted(picture.glob("attempt_*"))
         assert any((attempt / "ledger.jsonl").read_bytes() == written for attempt in attempts), f"{kind} at {what}"

@@ -5,7 +5,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from training_data import columns, make_rollout, prepared, run_config, scored_group, sharing_prompts
 
@@ -246,12 +246,13 @@ def test_the_end_of_a_completion_of_fixed_length_is_its_truncate_token():
     assert batch.sequences[0, 0].num_targets == len(tokens)
 
 
-@given(
+@drawn(
+    20,
+    60,
     rewards=st.lists(st.lists(st.integers(0, 3).map(float), min_size=2, max_size=5), min_size=1, max_size=6),
     capacity=st.integers(1, 200),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
 def test_pairs_are_whole_and_adjacent_in_every_microbatch(rewards, capacity, data):
     keys = [(ordinal, sample) for ordinal, row in enumerate(rewards) for sample in range(len(row))]
     cut = data.draw(st.sets(st.sampled_from(keys)))

@@ -195,8 +195,10 @@ def test_losses_and_gradients_equal_a_loop_over_branches_in_float64(name: str, c
     )
     completions = {(one.ordinal, one.sample): one.completion for group in groups for one in group.rollouts}
     policy = {key: read_alone(twin, completion) for key, completion in completions.items()}
-    with torch.no_grad():
-        frozen = {key: read_alone(reference_twin, completion) for key, completion in completions.items()}
+    frozen = {}
+    if name in ("aipo with a KL", "online_dpo"):
+        with torch.no_grad():
+            frozen = {key: read_alone(reference_twin, completion) for key, completion in completions.items()}
     loss = expected_loss(name, policy, frozen, groups)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=2e-5, abs=1e-6)
     loss.backward()

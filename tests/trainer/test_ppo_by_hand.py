@@ -133,7 +133,7 @@ def sampled_near(groups, model, seed=5):
     return [msgspec.structs.replace(g, rollouts=tuple(map(moved, g.rollouts))) for g in groups]
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_of_policy_and_value_head_equals_the_equations(minibatches):
     config = run_config(
         loss={"name": "ppo", "advantages": "gae", "whiten_advantages": "minibatch"},

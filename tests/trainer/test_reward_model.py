@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from covering import with_slow
 from training_data import TINY, VOCAB_SIZE
 
 from slipstream.algorithms.losses import LossInputs, loss_named
@@ -76,7 +77,7 @@ def alone(model, prompt, completion):
     return model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
 
 
-@pytest.mark.parametrize(("candidates", "steps"), [(2, 40), pytest.param(4, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("candidates", "steps"), with_slow([(2, 20)], [(2, 40), (4, 80)]))
 def test_it_learns_a_planted_preference(candidates, steps):
     model = tiny()
     config = RewardModelConfig(
@@ -418,9 +419,9 @@ def test_pairs_in_order_are_counted_without_looking_at_each(tie):
 
 def test_it_learns_planted_ratings_and_ends_normalised():
     model = tiny()
-    config = rated_config(steps=50, batch_size=32, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5, schedule="linear"))
+    config = rated_config(steps=30, batch_size=32, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5, schedule="linear"))
     held_out, drawn = ratings(100, seed=1), samples(64)
-    done = list(updates(model, ratings(32 * 50), config, samples=drawn))
+    done = list(updates(model, ratings(32 * 30), config, samples=drawn))
     assert done[-1].loss < 0.1 * done[0].loss
     assert preference_accuracy(model, held_out, **READ) > 0.9
     scores = score(model, drawn, **READ).astype(np.float64)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from training_data import make_rollout, run_config, scored_group
@@ -68,11 +68,12 @@ def in_float64(rows: list[Parts], weights: list[float]) -> list[float]:
 PART = st.one_of(st.none(), st.integers(-8, 8).map(lambda n: n / 4))
 
 
-@given(
+@drawn(
+    20,
+    60,
     rows=st.lists(st.tuples(PART, PART, PART, PART).map(list), min_size=2, max_size=5),
     weight=st.sampled_from([0.0, 1.0, 3.0]),
 )
-@settings(max_examples=60, deadline=None)
 def test_the_environments_part_counts_with_its_weight(rows: list[Parts], weight: float) -> None:
     names = ["task", "length", "environment", "judge"]
     config = configured(weight, models=MODELS)

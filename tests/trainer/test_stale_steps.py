@@ -96,7 +96,7 @@ def test_on_policy_nothing_is_scaled(fresh):
     assert (scaled - whole).norm() < 1e-5 * whole.norm()
 
 
-@pytest.mark.parametrize("capacity", [10_000, 60, 1])
+@pytest.mark.parametrize("capacity", [10_000, 60, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_cutoff_is_that_of_the_minibatch(fresh, capacity):
     """Algorithm 1 of M2PO over the tokens of each of two minibatches, in whatever microbatches they come."""
     groups, threshold = sampled_near(*fresh, spread=0.4), 0.04

@@ -124,8 +124,8 @@ def norm_of(model):
     return math.sqrt(sum(float(one.detach().double().square().sum()) for one in model.parameters()))
 
 
-def trained(name, tmp_path):
-    """Return the curves under our names, policy and critic after the last step."""
+def trained(name, num_steps, tmp_path):
+    """Return the curves under our names, policy and critic after `num_steps` steps."""
     policy = load_model(folder_of(tmp_path / "policy", "GPTNeoXForCausalLM"))
     reference = load_model(folder_of(tmp_path / "reference", "GPTNeoXForCausalLM"))
     group, sections = sections_of(name, folder_of(tmp_path / "critic", "GPTNeoXForSequenceClassification"))
@@ -139,7 +139,7 @@ def trained(name, tmp_path):
     if name == "ppo_ends":
         critic.module.head.weight.data.zero_()
     curves = []
-    for step in range(steps):
+    for step in range(num_steps):
         rollouts = list(rollouts_of(name, step, group))
         sequences = [train_sequence(one.completion) for one in rollouts]
         reads = {"logprobs": LogprobReader(policy, 1.0)}
@@ -171,7 +171,7 @@ def differences(recorded, curves):
     tolerances = np.geomspace(FIRST, LAST, 20)[: len(curves)]
     worst = {}
     for curve, theirs in recorded.items():
-        expected = np.array(theirs).reshape(len(curves), -1)
+        expected = np.array(theirs[: len(curves)]).reshape(len(curves), -1)
         found = np.array([one[RENAMED.get(curve, curve)] for one in curves]).reshape(expected.shape)
         errors = np.abs(found - expected) / np.maximum(np.abs(expected), 1.0)
         worst[curve] = float((errors.max(axis=1) / tolerances).max())
@@ -194,16 +194,26 @@ def check_weights(found, expected, start):
         assert error.max() < MOVED * moved, name
 
 
-@pytest.mark.parametrize("name", ["rloo", "online_dpo", "ppo", "ppo_ends"])
-def test_each_step_is_trls(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "num_steps"),
+    [
+        pytest.param("rloo", 20, id="rloo"),
+        pytest.param("online_dpo", 20, id="online_dpo"),
+        pytest.param("ppo", 20, id="ppo", marks=pytest.mark.slow),
+        pytest.param("ppo", 4, id="ppo_begins"),
+        pytest.param("ppo_ends", 1, id="ppo_ends"),
+    ],
+)
+def test_each_step_is_trls(name, num_steps, tmp_path):
     recorded = RECORD["algorithms"][name]["curves"]
-    curves, policy, critic = trained(name, tmp_path)
-    assert len(curves) == (1 if name == "ppo_ends" else 20)
-    if "clip_frac" in recorded and len(curves) > 1:
-        assert max(recorded["clip_frac"]) > 0.3, "the clip binds"
+    assert len(recorded["loss"]) == (1 if name == "ppo_ends" else 20)
+    curves, policy, critic = trained(name, num_steps, tmp_path)
+    assert len(curves) == num_steps
+    if "clip_frac" in recorded and name != "ppo_ends":
+        assert max(recorded["clip_frac"][:num_steps]) > 0.3, "the clip binds"
     off = {curve: worst for curve, worst in differences(recorded, curves).items() if worst >= 1.0}
     assert not off
-    if name == "ppo_ends":
+    if len(curves) < 20:
         return
     check_weights(logical_tensors(policy), tensors_of(f"{name}/policy/"), tensors_of("before/policy/"))
     if critic is not None:

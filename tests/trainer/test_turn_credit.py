@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from training_data import columns, make_rollout, prepared, run_config, scored_group
@@ -82,11 +82,12 @@ REWARDS = st.lists(st.one_of(st.none(), st.floats(-3, 3, width=32)), min_size=1,
 
 
 @pytest.mark.parametrize("advantages", ["leave_one_out", "group_normalised"])
-@given(
+@drawn(
+    20,
+    60,
     episodes=st.lists(st.tuples(REWARDS, st.floats(-2, 2, width=32)), min_size=2, max_size=5),
     weight=st.sampled_from([0.0, 0.5, 2.0]),
 )
-@settings(max_examples=60, deadline=None)
 def test_random_groups(advantages: str, episodes: list[tuple[list[float | None], float]], weight: float) -> None:
     config = configured({"advantages": advantages}, weight=weight)
     group = Group(

@@ -24,7 +24,7 @@ def run(script: str, *words: str, **variables: str) -> None:
 def test_the_kernel_sums_and_copies() -> None:
     """Extreme words, blocks that fill no group, versions that end anywhere; nothing is written beyond the end.
 
-    By itself here; `test_paged_kernels.py` has it in every run, in one process with others.
+    In all cases; `test_paged_kernels.py` has a few of them in every run.
     """
     run("weight_sync/checksums_on_cpu.py", TRITON_INTERPRET="1")
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from slipstream.core.errors import WeightSyncError
@@ -80,7 +80,7 @@ def test_bytes_at_any_address_have_the_same_checksums() -> None:
 def test_any_changed_bit_is_found() -> None:
     """For every bit of a word, in every word: an odd weight times a power of two below 2^32 is never 0 mod 2^64."""
     assert all(weight % 2 for weight in WEIGHTS)
-    data = random_bytes(1000)
+    data = random_bytes(240)
     before = sums_of(data)
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
@@ -143,8 +143,7 @@ def extent(found: Copies) -> int:
     return int(ends.max())
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
+@drawn(25, 60, data=st.data())
 def test_any_copies_are_those_of_the_host(data: st.DataObject) -> None:
     """Runs and strides of all alignments, window by window; only touched blocks are looked at."""
     num_bytes = 5 * BLOCK_BYTES + data.draw(st.sampled_from([0, 2, 5]))

@@ -102,9 +102,7 @@ WAYS = ["process-by-pointer", "process-in-place", "memory-by-pointer", "memory-i
 """The transport, and how weights are exchanged; over IPC they are as on GPUs."""
 
 
-@pytest.fixture(
-    params=[pytest.param(pair.values, marks=pair.marks) for pair in covering(WAYS, FORMATS, times=2)], ids="-".join
-)
+@pytest.fixture(params=[pytest.param(pair.values, marks=pair.marks) for pair in covering(WAYS, FORMATS)], ids="-".join)
 def loop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Loop]:
     way, precision = request.param
     transport: Transport = SharedMemory("test", (tmp_path,)) if way.startswith("process") else InProcess()

@@ -393,8 +393,8 @@ def test_silence_is_a_fault_and_slowness_is_none(tmp_path: Path) -> None:
     slow = threading.Thread(target=land)
     shadow = torch.zeros(NUM_BYTES // 4)
     try:
-        slow.start()
         started_s = time.monotonic()
+        slow.start()
         reader.fetch(offer(1), shadow)
         assert time.monotonic() - started_s > 1.5 * TIMEOUT_S
         assert torch.equal(shadow, weights_of(1))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,8 +136,7 @@ def sides(draw: st.DrawFn, world: int) -> list[Rank]:
     return ranks
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
+@drawn(15, 40, data=st.data())
 def test_any_division_reaches_any_other(data: st.DataObject) -> None:
     sources = data.draw(sides(data.draw(st.integers(1, 4))))
     destinations = [rank for rank in data.draw(sides(data.draw(st.integers(1, 3)))) if rank.boxes]

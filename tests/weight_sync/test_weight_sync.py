@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from file_handles import ipc
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -495,8 +496,11 @@ def test_any_interleaving_keeps_versions_whole_and_ascending(actions: list[str])
     rig.close()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["publish", "trainer", "poll0", "poll1", "commit0", "commit1"]), max_size=40))
+@drawn(
+    25,
+    60,
+    actions=st.lists(st.sampled_from(["publish", "trainer", "poll0", "poll1", "commit0", "commit1"]), max_size=40),
+)
 def test_whatever_one_reader_does_or_not_the_other_gets_the_newest(actions: list[str]) -> None:
     rig = Rig(InProcess(), num_readers=2)
     for version, action in enumerate([*actions[:MOST_UNREAD], "publish"]):
@@ -521,8 +525,7 @@ def test_whatever_one_reader_does_or_not_the_other_gets_the_newest(actions: list
     rig.close()
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
+@drawn(40, 100, data=st.data())
 def test_a_slot_is_rewritten_only_when_every_living_reader_released_it(data: st.DataObject) -> None:
     num_slots, readers = data.draw(st.integers(1, 3)), {(replica, 0) for replica in range(3)}
     ledger = SlotLedger(num_slots, readers)
@@ -552,8 +555,7 @@ def test_a_slot_is_rewritten_only_when_every_living_reader_released_it(data: st.
                 others.discard(gone)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
+@drawn(50, 200, data=st.data())
 def test_what_is_taken_back_is_what_nobody_can_have_begun_to_read(data: st.DataObject) -> None:
     """Readers that take one version after the other, the newest they know of; the model knows what each one reads."""
     num_slots, readers = data.draw(st.integers(2, 4)), [(replica, 0) for replica in range(3)]
