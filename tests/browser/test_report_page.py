@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from browsing import until
+from covering import covering, with_slow
 from synthetic_run import HOSTILE, add_evaluation, make_run_dir
 
 from slipstream.core.jsonl import JsonlWriter
@@ -137,8 +138,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: path.resolve().as_uri() for name, path in places.items()}
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
-@pytest.mark.parametrize("name", ["first", "long", "comparison"])
+@pytest.mark.parametrize(("name", "width"), covering(["first", "long", "comparison"], [390, 768, 1280]))
 def test_nothing_lies_on_anything_or_leaves_the_page(
     visit: Visit, pages: dict[str, str], name: str, width: int
 ) -> None:
@@ -153,15 +153,20 @@ def test_nothing_lies_on_anything_or_leaves_the_page(
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
-@pytest.mark.parametrize("name", ["first", "comparison"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    with_slow(
+        [("comparison", 390), ("first", 768), ("first", 1280)],
+        [("first", 390), ("comparison", 768), ("comparison", 1280)],
+    ),
+)
 def test_no_word_is_broken_between_its_letters(visit: Visit, pages: dict[str, str], name: str, width: int) -> None:
     page = visit(pages[name], width=width)
     page.evaluate(OPEN)
     assert page.evaluate(BROKEN_WORDS) == []
 
 
-@pytest.mark.parametrize("width", [1280, 1000])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 1000])
 def test_what_the_fields_of_a_comparison_are_is_seen_beside_long_values(
     visit: Visit, tmp_path_factory: pytest.TempPathFactory, width: int
 ) -> None:
@@ -186,7 +191,7 @@ def test_what_the_fields_of_a_comparison_are_is_seen_beside_long_values(
     assert page.evaluate(BROKEN_WORDS) == []
 
 
-@pytest.mark.parametrize("name", ["first", "long", "comparison"])
+@pytest.mark.parametrize("name", with_slow(["first"], ["long", "comparison"]))
 def test_a_phone_gets_a_short_page_that_holds_the_whole_one(visit: Visit, pages: dict[str, str], name: str) -> None:
     """Each part shows its first picture, the others by their titles; a touch opens one, and nothing is left out."""
     page = visit(pages[name], width=390, height=844)
@@ -210,8 +215,7 @@ def test_a_phone_gets_a_short_page_that_holds_the_whole_one(visit: Visit, pages:
     assert first.is_visible()
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", ["first", "comparison"])
+@pytest.mark.parametrize(("name", "dark"), covering(["first", "comparison"], [False, True]))
 def test_everything_can_be_read_in_light_and_in_dark(
     visit: Visit, pages: dict[str, str], name: str, dark: bool
 ) -> None:

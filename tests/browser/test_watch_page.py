@@ -178,6 +178,7 @@ def test_a_finished_run_opens_at_what_it_came_to(visit: Visit, page_of_made: Wat
     assert "Point at a dot" in text(page, "#loop-readout")
 
 
+@pytest.mark.slow
 def test_it_plays_from_its_start_and_pauses(visit: Visit, page_of_made: Watch) -> None:
     page = visit(page_of_made.url)
     until(page, "document.querySelector('#headline dd')?.textContent === '20'")
@@ -489,7 +490,7 @@ def test_forks_are_read_below_the_trunk(
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_a_phone_nothing_is_cut_off(visit: Visit, page_of_made: Watch, dark: bool) -> None:
     page = visit(page_of_made.url + "#t=8", width=390, height=844, dark=dark)
     settled(page, "document.querySelector('.token') && document.querySelectorAll('.chart path').length")
@@ -530,6 +531,7 @@ COVERED = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_on_a_phone_dots_cover_nothing_that_is_written(
     visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -553,7 +555,7 @@ def test_on_a_phone_dots_cover_nothing_that_is_written(
     assert most > 300
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 def test_what_axes_say_lies_beside_their_curves_and_no_word_is_broken(
     visit: Visit, page_of_made: Watch, width: int
 ) -> None:

@@ -52,7 +52,7 @@ def tiny() -> dict[str, Any]:
         "generator": {"num_slots": 16},
         "trainer": {"minibatches": 2},
         "warm_start": {"steps": 30, "batch_size": 16, "num_demonstrations": 300},
-        "eval": {"every": 0, "num_prompts": 24, "num_slots": 8},
+        "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
     }
 
 

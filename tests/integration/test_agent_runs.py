@@ -59,7 +59,7 @@ def run(overrides: dict[str, Any], out: Any, **more: Any) -> slipstream.RunResul
 
 @pytest.mark.parametrize("heard", [pytest.param("slots", marks=pytest.mark.slow), "pages"], indirect=True)
 def test_trainer_and_generator_agree_on_every_branch(heard, episodes, tmp_path):
-    result = run(episodes | SYNCHRONOUS, tmp_path / "run")
+    result = run(episodes | SYNCHRONOUS, tmp_path / "run", steps=2)
     lines = [line for line in read_metrics(result.out / "metrics.jsonl") if "reward_mean" in line]
     assert max(line["logprob_diff_max/lag_0"] for line in lines) < ROUNDING
     assert largest_gap(heard) < ROUNDING
@@ -69,10 +69,8 @@ def test_trainer_and_generator_agree_on_every_branch(heard, episodes, tmp_path):
     assert all(len(one.episode.branches) == one.num_branches - 1 for one in trained)
 
 
-@pytest.mark.parametrize(
-    ("mode", "staleness"),
-    [pytest.param("in_flight", 2, marks=pytest.mark.slow), pytest.param("between_batches", 1, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "staleness"), [("in_flight", 2), ("between_batches", 1)])
 def test_a_swap_waits_for_no_branch_that_waits_for_it(mode, staleness, heard, episodes, tmp_path):
     """Between batches a version waits for the end of begun episodes: their further branches must not wait for it."""
     generator = episodes["generator"] | {"kv_on_update": "recompute"}
@@ -87,11 +85,12 @@ def test_a_swap_waits_for_no_branch_that_waits_for_it(mode, staleness, heard, ep
     assert largest_gap(heard) < ROUNDING
 
 
+@pytest.mark.slow
 def test_a_class_and_an_agent_are_trained_in_one_run(heard, episodes, tmp_path):
     source = turn_environments.__file__
     choices = [{"name": "echo", "class": f"{source}:Echo"}, {"name": "forks", "agent": f"{source}:forking_agent"}]
     environment = {"max_turns": 6, "max_episode_tokens": 90, "observation": "{content}", "choices": choices}
-    changes = {"environment": environment, "model": episodes["model"] | {"max_positions": 128}, "steps": 3}
+    changes = {"environment": environment, "model": episodes["model"] | {"max_positions": 128}, "steps": 2}
     result = slipstream.run(
         "quickstart",
         overrides=episodes | SYNCHRONOUS | changes | {"rewards": {"terms": []}},

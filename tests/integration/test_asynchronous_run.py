@@ -182,7 +182,7 @@ def test_a_tracker_has_every_line_of_the_metrics_and_what_the_run_came_to(contin
 @pytest.mark.parametrize(
     ("preset", "more"),
     [
-        ("sync", {}),
+        pytest.param("sync", {}, marks=pytest.mark.slow),
         ("one_step", {}),
         pytest.param("bounded", {"max_staleness": 2, "generator": {"segment_tokens": 4}}, marks=pytest.mark.slow),
         pytest.param("continuous", {"max_staleness": 3}, marks=pytest.mark.slow),
@@ -191,6 +191,7 @@ def test_a_tracker_has_every_line_of_the_metrics_and_what_the_run_came_to(contin
 def test_presets(preset, more, tiny, tmp_path):
     generator = tiny["generator"] | more.pop("generator", {})
     overrides = tiny | more | {"generator": generator, "host": "inline", "publish_every": 1}
+    overrides["warm_start"] = tiny["warm_start"] | {"steps": 5}
     result = slipstream.run("quickstart", overrides=overrides, preset=preset, out=tmp_path / preset, display=False)
     found = audit(result.out)
     assert found["fates"]["trained"] == 20

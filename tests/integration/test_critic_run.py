@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_endings import await_steps, executors_of, start
+from test_endings import run_with
 from test_ranks_run import metrics, stored
-from test_restarts_run import finished
+from test_restarts_run import check_whole, send
 
 import slipstream
+from slipstream.core.service_messages import CheckpointSaved
+from slipstream.core.types import StepDone
 
 STEPS = 5
 MEASURED = ("loss", "grad_norm", "critic_grad_norm", "value_loss", "value", "explained_variance", "reward_mean")
@@ -47,17 +48,23 @@ def assert_equal(run: Path, other: Path, *, atol: float = 0.0) -> None:
 
 
 def test_a_run_whose_critic_is_killed_ends_as_the_one_with_the_critic_inside(
-    tiny: dict[str, Any], tmp_path: Path
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt ends as with the trainer's death, and the next one goes on from the last checkpoint, to the bit."""
     inside = slipstream.run("quickstart", overrides=ppo(tiny) | {"host": "inline"}, out=tmp_path / "in", display=False)
-    run = tmp_path / "own"
-    process = start(ppo(tiny, executor="own"), run)
-    await_steps(run, 2, process)
-    victim = executors_of(process.pid)["critic"]
-    os.kill(victim, signal.SIGKILL)
-    summary = finished(process, run, steps=STEPS)
+    run, steps, killed = tmp_path / "own", list[int](), list[int]()
+
+    def killing(event: Any) -> None:
+        if isinstance(event, StepDone):
+            steps.append(event.step)
+        if isinstance(event, CheckpointSaved) and event.step == 1 and not killed:
+            assert (run / "checkpoints" / "step_1").exists()
+            killed.append(send("critic", signal.SIGKILL))
+
+    summary = run_with(killing, monkeypatch, ppo(tiny, executor="own"), run)
+    check_whole(summary, run, steps=STEPS)
     assert summary["restarts"] == {"critic": 1}
+    assert steps.count(0) == 1, "it went on from its checkpoint"
     assert_equal(run, inside.out)
     assert summary["accounting"]["critic"]["forward_backward"] > 0
     assert {"values", "optimizer"} <= summary["accounting"]["critic"].keys()

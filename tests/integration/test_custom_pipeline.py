@@ -48,8 +48,9 @@ def test_a_judge_between_rewards_and_trainer(tiny: dict[str, Any], tmp_path: Pat
 
 def test_a_lambda_and_prompts_from_python(tmp_path: Path) -> None:
     model = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1}
-    rollouts = run_example("python_api.py", tmp_path / "run", {"steps": 2, "model": model})
-    assert len(rollouts) == 2 * 8 * 8
+    small = {"steps": 1, "groups_per_step": 4, "model": model, "eval": {"num_prompts": 8}}
+    rollouts = run_example("python_api.py", tmp_path / "run", small)
+    assert len(rollouts) == 4 * 8
     for rollout in rollouts:
         assert rollout["reward"] == sum(character in "aeiou" for character in rollout["completion"]) / 8
         assert rollout["prompt"].endswith("?")

@@ -10,8 +10,10 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +29,10 @@ from slipstream.core.errors import ConfigError, ExecutorDied
 from slipstream.core.executor import Executor
 from slipstream.core.run_lock import LOCK_FILE
 from slipstream.core.run_log import read_metrics
-from slipstream.core.types import GroupScored
+from slipstream.core.types import GroupScored, StepDone
 
 START_DEADLINE_S = 400.0
+ENDS_WITHIN_S = 90.0
 
 
 def start(tiny: dict, out: Path, **more) -> subprocess.Popen:
@@ -61,6 +64,41 @@ def executors_of(pid: int) -> dict[str, int]:
         if "slipstream.controller.process" in command:
             found[Path(command[-1]).stem] = child
     return found
+
+
+def run_with(
+    strike: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tables: dict[str, Any],
+    out: Path,
+    *,
+    within_s: float = ENDS_WITHIN_S,
+    **more: Any,
+) -> dict[str, Any]:
+    """The summary of a run whose controller, in this process, calls `strike` with each event before it handles it.
+
+    AssertionError once `within_s` have passed since its first step.
+    """
+    handle, began_s = Controller._handle, list[float]()
+
+    def check_time() -> None:
+        assert not began_s or time.monotonic() - began_s[0] < within_s, f"no end within {within_s} s of the first step"
+
+    def striking(self: Controller, event: Any) -> None:
+        if isinstance(event, StepDone) and not began_s:
+            began_s.append(time.monotonic())
+        check_time()
+        strike(event)
+        handle(self, event)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "_handle", striking)
+        try:
+            slipstream.run("quickstart", overrides=tables, out=out, **{"display": False, **more})
+        finally:
+            check_time()
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
 
 
 @pytest.mark.slow
@@ -116,21 +154,42 @@ def test_what_is_decided_between_the_last_step_and_a_checkpoint_stays_decided(ti
 @pytest.mark.parametrize(
     "victim", ["trainer", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("generator-0", "rewards"))]
 )
-def test_without_restarts_the_death_of_any_process_ends_the_run_within_seconds_and_names_it(victim, tiny, tmp_path):
+def test_without_restarts_the_death_of_any_process_ends_the_run_within_seconds_and_names_it(
+    victim, tiny, tmp_path, monkeypatch
+):
+    executors = {}
+
+    def killing(event):
+        if isinstance(event, StepDone) and not executors:
+            executors.update(executors_of(os.getpid()))
+            os.kill(executors[victim], signal.SIGKILL)
+
+    endless = tiny | {"steps": 10_000, "max_restarts": 0}
+    with pytest.raises(ExecutorDied, match=f"the process of '{victim}' ended") as told:
+        run_with(killing, monkeypatch, endless, tmp_path / "run", within_s=30)
+    told.match("SIGKILL")
+    assert len(executors) == 3
+    assert not any(is_alive(pid) for pid in executors.values())
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_without_restarts_the_death_of_a_process_ends_the_program_too(tiny, tmp_path):
     process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0)
     await_steps(tmp_path / "run", 1, process)
     executors = executors_of(process.pid)
-    os.kill(executors[victim], signal.SIGKILL)
+    os.kill(executors["trainer"], signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert f"the process of '{victim}' ended" in output
+    assert "the process of 'trainer' ended" in output
     assert "SIGKILL" in output
     assert not any(is_alive(pid) for pid in executors.values())
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_no_child_outlives_a_killed_controller(tiny, tmp_path):
-    process = start(tiny, tmp_path / "run", steps=10_000)
+    soon = {"warm_start": {"steps": 0}, "loss": {"skip_no_signal": False}, "eval": tiny["eval"] | {"num_prompts": 4}}
+    process = start(tiny, tmp_path / "run", steps=10_000, **soon)
     await_steps(tmp_path / "run", 1, process)
     executors = executors_of(process.pid)
     os.kill(executors["trainer"], signal.SIGSTOP)

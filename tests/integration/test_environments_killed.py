@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import children, command_line, descendants
-from test_endings import await_steps, executors_of, start
-from test_restarts_run import finished
+from test_endings import await_steps, executors_of, run_with, start
+from test_restarts_run import check_whole
 
 import slipstream
 from slipstream.core.processes import open_pidfd
 from slipstream.core.run_log import RolloutLine, read_rollouts
+from slipstream.core.types import StepDone
 
 SOURCE = Path(__file__).with_name("turn_environments.py")
 STEPS = 10
@@ -36,9 +36,9 @@ def episodes(tiny: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def worker_of(process: subprocess.Popen[str]) -> int:
-    """The process that runs the environments: the last one below its executor."""
-    below = descendants(executors_of(process.pid)["environments"])
+def worker() -> int:
+    """The process that runs the environments of a run in this process: the last one below its executor."""
+    below = descendants(executors_of(os.getpid())["environments"])
     return next(pid for pid in below if "slipstream.environments.worker" in command_line(pid) and not children(pid))
 
 
@@ -54,20 +54,18 @@ def rollouts(out: Path) -> list[RolloutLine]:
     return found
 
 
-def killed(victim: str, process: subprocess.Popen[str]) -> None:
-    pid = worker_of(process) if victim == "worker" else executors_of(process.pid)[victim]
-    os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     "victim", ["worker", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("environments", "generator-1"))]
 )
-def test_one_is_killed_and_the_run_goes_on(victim, episodes, tmp_path):
+def test_one_is_killed_and_the_run_goes_on(victim, episodes, tmp_path, monkeypatch):
+    def killing(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 0:
+            os.kill(worker() if victim == "worker" else executors_of(os.getpid())[victim], signal.SIGKILL)
+
     out = tmp_path / "run"
-    process = start(episodes, out, steps=6, generator=episodes["generator"] | {"replicas": 2})
-    await_steps(out, 1, process)
-    killed(victim, process)
-    summary = finished(process, out, steps=6)
+    tables = episodes | {"steps": 6, "generator": episodes["generator"] | {"replicas": 2}}
+    summary = run_with(killing, monkeypatch, tables, out)
+    check_whole(summary, out, steps=6)
     assert summary["restarts"] == ({} if victim == "worker" else {victim: 1})
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
     assert len(rollouts(out)) == 6 * 16

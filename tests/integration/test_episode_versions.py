@@ -162,6 +162,7 @@ def test_keys_that_are_made_anew_at_a_swap_are_those_of_the_version(heard, episo
     assert len(heard.models) > 3
 
 
+@pytest.mark.slow
 def test_keys_that_are_kept_over_a_swap(heard, episodes, tmp_path):
     generator = episodes["generator"] | {"kv_on_update": "keep"}
     run(episodes, tmp_path / "run", Unpunctual, weight_update="in_flight", max_staleness=2, generator=generator)

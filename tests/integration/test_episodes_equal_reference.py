@@ -155,7 +155,7 @@ def sampled(engine: Engine, context: list[int], ordinal: int, sample: int, room:
 def longer(tiny: dict[str, Any]) -> dict[str, Any]:
     """A few steps of the tiny run, with episodes."""
     warm_start = tiny["warm_start"] | {"steps": 30}
-    return tiny | EPISODES | {"model": tiny["model"] | {"max_positions": 64}, "steps": 3, "warm_start": warm_start}
+    return tiny | EPISODES | {"model": tiny["model"] | {"max_positions": 64}, "steps": 2, "warm_start": warm_start}
 
 
 @pytest.mark.parametrize(

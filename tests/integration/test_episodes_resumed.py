@@ -103,14 +103,8 @@ def test_open_episodes_go_on_and_the_bound_holds(at, episodes, tmp_path, monkeyp
         assert line.episode.turns == len(line.episode.turn_rewards) >= len(partial.record.turn_rewards)
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("Lost", AHEAD),
-        pytest.param("Unpunctual", AHEAD, marks=pytest.mark.slow),
-        pytest.param("Kept", BETWEEN, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rule"), [("Lost", AHEAD), ("Unpunctual", AHEAD), ("Kept", BETWEEN)])
 def test_episodes_that_cannot_go_on_begin_again_and_are_counted(name, rule, episodes, tmp_path, monkeypatch):
     """Without a state, with one that is of no use, and where no episode spans versions."""
     run = tmp_path / "run"

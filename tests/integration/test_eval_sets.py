@@ -188,7 +188,7 @@ def test_a_set_that_fits_no_message_is_refused(
         )
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_prompt_of_any_set_is_trained_on(streaming: bool, tables: dict[str, Any], tmp_path: Path) -> None:
     """Also where prompts are read as the run goes on; and sets may share prompts with each other."""
     both = {"dataset": write(tmp_path / "rows.jsonl", [{"prompt": word, "answer": word} for word in WORDS[:20]])}

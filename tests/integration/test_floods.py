@@ -7,7 +7,6 @@ import random
 import resource
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.keys import RunKeys
 from slipstream.core.ports import Inbox
 from slipstream.core.service_messages import CheckpointSaved
-from slipstream.launch import MAX_DESCRIPTORS
+from slipstream.launch import MAX_DESCRIPTORS, allow_connections
 from slipstream.observe.watch.server import Watch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for ports in /proc")
@@ -231,13 +230,12 @@ def until_it_works(works: Callable[[], None]) -> None:
 
 def test_a_run_on_several_machines_may_have_as_many_descriptors_as_the_system_allows() -> None:
     """With the usual 1,024 the connections above would end a process that has a port of gloo's."""
-    program = (
-        "import resource; from slipstream.launch import allow_connections; "
-        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); allow_connections(); "
-        "print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)"
-    )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
-    soft, hard, hard_before = map(int, said.stdout.split())
+    soft_before, hard_before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard_before))
+    try:
+        allow_connections()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_before, hard_before))
     assert hard == hard_before
     assert soft == (MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS))

@@ -26,6 +26,7 @@ def test_without_staleness_two_stages_sample_what_one_rank_does(tiny: dict[str, 
     found = {}
     for stages in (1, 2):
         overrides = tiny | {"steps": 2, "max_staleness": 0, "weight_update": "between_batches"}
+        overrides["warm_start"] = tiny["warm_start"] | {"steps": 4}
         overrides["eval"] = tiny["eval"] | {"num_prompts": 4}
         overrides["generator"] = tiny["generator"] | {"pipeline_parallel": stages}
         overrides["host"] = "inline" if stages == 1 else "process"

@@ -21,6 +21,7 @@ from slipstream.core.run_log import read_metrics
 from slipstream.models.attention import PackedAttention
 from slipstream.models.hf import load_model
 from slipstream.models.lora import shapes_of
+from slipstream.observe.samples import read_samples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
@@ -77,7 +78,7 @@ def stored_in(adapted, precision, adapters="float32"):
 )
 def test_at_staleness_0_adapters_are_those_of_a_plain_loop(adapted, precision, adapters, tmp_path):
     """Also beside a rounded base: the loop samples from the trainer's own model, the run from packed products."""
-    overrides = stored_in(adapted, precision, adapters) | SYNC | {"steps": 3}
+    overrides = stored_in(adapted, precision, adapters) | SYNC | {"steps": 2}
     reference_run(resolve("quickstart", overrides), tmp_path / "reference")
     run = slipstream.run("quickstart", overrides=overrides | {"host": "inline"}, out=tmp_path / "run", display=False)
     assert_equal(run.out / "model", tmp_path / "reference")
@@ -114,7 +115,7 @@ def test_adapters_of_experts_in_a_run(adapted, weight_update, tmp_path):
 @pytest.mark.parametrize(
     ("weight_update", "precision", "base", "adapters"),
     [
-        ("in_flight", "float32", "float32", "float32"),
+        pytest.param("in_flight", "float32", "float32", "float32", marks=pytest.mark.slow),
         pytest.param("between_batches", "float32", "float32", "bfloat16", marks=pytest.mark.slow),
         pytest.param("in_flight", "int8", "float32", "float32", marks=pytest.mark.slow),
         ("in_flight", "int8", "int8", "bfloat16"),
@@ -165,6 +166,7 @@ def test_two_trainer_ranks_serve_two_replicas(adapted, weight_update, tensor_par
         "trainer": adapted["trainer"] | ranks,
         "generator": adapted["generator"] | {"replicas": 2, "tensor_parallel": tensor_parallel, "precision": precision},
         "kl": {"coef": 0.05},
+        "warm_start": adapted["warm_start"] | {"steps": 10},
         "eval": {"every": 0, "num_prompts": 4, "num_slots": 8},
     }
     run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
@@ -219,6 +221,7 @@ def test_between_batches_no_swap_waits_and_no_completion_mixes_versions(adapted,
     assert 1 <= run.summary["staleness"]["max"] <= 2
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_base_and_is_measured_without_a_second_model(adapted, tmp_path):
     """A fresh adapter adds nothing, so the first step has no distance; later ones do."""
     tables = adapted | {"host": "inline", "steps": 3, "kl": {"coef": 0.05}, "warm_start": {"steps": 0}}
@@ -320,6 +323,10 @@ def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys):
     result = slipstream.evaluate_model(finished, num_prompts=16)
     accuracy = json.loads((finished / "summary.json").read_text())["eval"]["after"]["accuracy"]
     assert result.accuracy == pytest.approx(accuracy)
+    shown = read_samples(finished / "samples.json")
+    answers = [(answer.prompt, answer.text) for answer in result.greedy_answers]
+    assert [(one.prompt, one.after) for one in shown] == answers[: len(shown)] != []
+    assert any(one.after for one in shown)
     for name, flags in (("merged", ["--merged"]), ("adapter", [])):
         assert main(["export", str(finished), str(tmp_path / name), *flags]) == 0
     tokens = torch.arange(3, 40)
@@ -334,6 +341,7 @@ def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys):
         "groups_per_step": 4,
         "completions_per_group": 4,
         "model": {"path": str(finished / "base"), "lora": {"path": str(finished / "model")}},
+        "prompts": {"num_train": 300, "num_eval": 50},
         "generator": {"num_slots": 16},
         "warm_start": {"steps": 0},
         "eval": {"every": 0, "num_prompts": 16, "num_slots": 8},
@@ -341,6 +349,7 @@ def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys):
     }
     run = slipstream.run("quickstart", overrides=more, out=tmp_path / "more", display=False)
     assert run.summary["eval"]["before"]["accuracy"] == pytest.approx(accuracy)
+    assert [(one.prompt, one.before) for one in read_samples(run.out / "samples.json")] == answers[: len(shown)]
     assert json.loads((run.out / "model" / "adapter_config.json").read_text())["r"] == 16
     assert not (run.out / "base").exists(), "it is where it was"
     with pytest.raises(ConfigError, match="is an adapter"):
@@ -361,8 +370,9 @@ def test_a_generator_with_another_base_ends_the_run(adapted, tmp_path, monkeypat
             self._config = config
 
     monkeypatch.setattr(NativeBackend, "_policy", other)
+    tables = adapted | {"host": "inline", "warm_start": {"steps": 0}}
     with pytest.raises(SlipstreamError, match="different base models"):
-        slipstream.run("quickstart", overrides=adapted | {"host": "inline"}, out=tmp_path / "run", display=False)
+        slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
 
 
 def test_a_version_costs_no_packing_of_the_base(adapted):

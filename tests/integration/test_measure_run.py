@@ -28,7 +28,9 @@ def accuracy_reward(completions, answer, **columns):
 
 @pytest.fixture
 def small(tiny: dict[str, Any]) -> dict[str, Any]:
-    return tiny | {"steps": 3, "host": "inline", "max_staleness": 0, "weight_update": "between_batches"}
+    evaluation = tiny["eval"] | {"num_prompts": 24}
+    rule = {"max_staleness": 0, "weight_update": "between_batches"}
+    return tiny | rule | {"steps": 3, "host": "inline", "eval": evaluation}
 
 
 def shown(out: str) -> str:

@@ -123,7 +123,8 @@ def test_a_child_that_looks_at_nothing_ends_with_the_controller(
 ) -> None:
     """However long it would take: amid `init` at once, amid a step after a grace period."""
     mark = tmp_path / "stuck"
-    tables = json.dumps(tiny | {"warm_start": {"steps": 0}, "lease_s": 600.0, "deadline_s": 600.0})
+    soon = {"warm_start": {"steps": 0}, "eval": tiny["eval"] | {"num_prompts": 4}}
+    tables = json.dumps(tiny | soon | {"lease_s": 600.0, "deadline_s": 600.0})
     prelude = f"import json\nwhere, mark = {where!r}, {str(mark)!r}\n{STUCK}"
     call = f"overrides=json.loads({tables!r}), out={str(tmp_path / 'run')!r}, pipeline=pipeline"
     process = start(call, prelude)

@@ -216,6 +216,7 @@ def test_tldr_from_sft_to_the_gold_win_rate(models: dict[str, str], tmp_path: Pa
         assert len(found[moment]["reward_models"]) == 1
 
 
+@pytest.mark.slow
 def test_no_robots_from_sft_to_the_judge(models: dict[str, str], tmp_path: Path) -> None:
     source = data(tmp_path / "no_robots", no_robots, "train", "test")
     (tmp_path / "judge.py").write_text("def longer(prompt, a, b):\n    return 'a' if len(a) > len(b) else 'b'\n")
@@ -241,6 +242,7 @@ def test_no_robots_from_sft_to_the_judge(models: dict[str, str], tmp_path: Path)
     assert sum(judged[f"num_{outcome}"] for outcome in ("wins", "ties", "losses")) == 4
 
 
+@pytest.mark.slow
 def test_math_on_three_sets(models: dict[str, str], tmp_path: Path) -> None:
     source = data(tmp_path / "math", math, "train", "test")
     others = {

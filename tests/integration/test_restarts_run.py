@@ -7,23 +7,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from audit import audit
 from processes import is_alive
-from test_endings import await_steps, executors_of, start
+from test_endings import ENDS_WITHIN_S, await_steps, executors_of, run_with, start
 from trace_audit import audit_trace
 
-import slipstream
-from slipstream.controller.controller import Controller
 from slipstream.core.run_log import read_rollouts
 from slipstream.core.types import ReplicaLost, StepDone, Swapped
 from slipstream.observe.timeline import Instant, read_timeline, timeline_path
-
-ENDS_WITHIN_S = 90.0
 
 
 def finished(process: subprocess.Popen[str], out: Path, *, steps: int) -> dict[str, Any]:
@@ -42,23 +37,6 @@ def check_whole(summary: dict[str, Any], out: Path, *, steps: int) -> None:
     assert (prompts["lost"], prompts["repeated"], prompts["pending"]) == (0, 0, 0)
     audit(out)
     audit_trace(out, is_whole=not summary["restarts"])
-
-
-def run_with(
-    strike: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], out: Path, **more: Any
-) -> dict[str, Any]:
-    """The summary of a run whose controller, in this process, calls `strike` with each event before it handles it."""
-    handle = Controller._handle
-
-    def striking(self: Controller, event: Any) -> None:
-        strike(event)
-        handle(self, event)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Controller, "_handle", striking)
-        slipstream.run("quickstart", overrides=tables, out=out, display=False, **more)
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return summary
 
 
 def send(executor: str, number: signal.Signals) -> int:
@@ -83,18 +61,23 @@ def pid_of(executor: str, process: subprocess.Popen[str], *, besides: int = 0) -
     return pid
 
 
-def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path):
-    process = start(tiny, tmp_path / "run", steps=12)
-    await_steps(tmp_path / "run", 1, process)
-    executors = executors_of(process.pid)
-    for victim in ("generator-0", "rewards"):
-        os.kill(executors[victim], signal.SIGKILL)
-    summary = finished(process, tmp_path / "run", steps=12)
+def test_generator_and_rewards_are_killed_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys):
+    executors: dict[str, int] = {}
+
+    def killing(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 0:
+            executors.update(executors_of(os.getpid()))
+            for victim in ("generator-0", "rewards"):
+                os.kill(executors[victim], signal.SIGKILL)
+
+    summary = run_with(killing, monkeypatch, tiny | {"steps": 8}, tmp_path / "run", display=True)
+    check_whole(summary, tmp_path / "run", steps=8)
+    output = capsys.readouterr().out
     assert summary["restarts"] == {"generator-0": 1, "rewards": 1}
     assert summary["accounting"]["controller"]["replace"] > 0, "what the system takes for that is not the loop's"
     for victim in ("generator-0", "rewards"):
-        assert f"{victim} was lost: killed by SIGKILL" in summary["output"]
-        assert f"{victim} has joined (incarnation 2)" in summary["output"]
+        assert f"{victim} was lost: killed by SIGKILL" in output
+        assert f"{victim} has joined (incarnation 2)" in output
         told = [one.name for one in instants(tmp_path / "run") if one.args.get("executor") == victim]
         assert told == ["lost", "started again", "joined"]  # its own file need not know of one second's life
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
@@ -180,7 +163,7 @@ def test_a_controller_that_stood_still_for_longer_than_a_lease_accuses_nobody(ti
 def test_killed_before_it_is_ready_and_again_right_after(victim, tiny, tmp_path):
     """Before the first version, and while the first evaluation is under way."""
     out = tmp_path / "run"
-    process = start(tiny, out, steps=4)
+    process = start(tiny, out, steps=4, eval=tiny["eval"] | {"num_prompts": 24})
     first = pid_of(victim, process)
     os.kill(first, signal.SIGKILL)
     os.kill(pid_of(victim, process, besides=first), signal.SIGKILL)
@@ -191,7 +174,7 @@ def test_killed_before_it_is_ready_and_again_right_after(victim, tiny, tmp_path)
 @pytest.mark.parametrize("victim", ["generator-0", "rewards"])
 def test_killed_in_the_last_evaluation_it_is_asked_again(victim, tiny, tmp_path):
     out = tmp_path / "run"
-    process = start(tiny, out, steps=3)
+    process = start(tiny, out, steps=3, eval=tiny["eval"] | {"num_prompts": 24})
     await_steps(out, 3, process)
     os.kill(pid_of(victim, process), signal.SIGKILL)
     summary = finished(process, out, steps=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import threading
 from collections import Counter
@@ -106,9 +107,9 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_at_staleness_0_a_run_that_was_cut_off_equals_one_that_was_not(replicas, small, tmp_path, monkeypatch):
-    tables = small | SYNC | {"loss": {}, "generator": {"num_slots": 16, "replicas": replicas}}
+    tables = small | SYNC | {"steps": 4, "loss": {}, "generator": {"num_slots": 16, "replicas": replicas}}
     whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
-    cut_off(monkeypatch, tables, tmp_path / "run", after_step(4))
+    cut_off(monkeypatch, tables, tmp_path / "run", after_step(2))
     resumed = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
     ours, theirs = ((run.out / "model" / "model.safetensors").read_bytes() for run in (resumed, whole))
     assert ours == theirs
@@ -123,7 +124,7 @@ def test_at_staleness_0_a_run_that_was_cut_off_equals_one_that_was_not(replicas,
 
 def test_at_staleness_0_what_a_signal_cut_off_is_sampled_again_to_the_same_bits(small, tmp_path, monkeypatch):
     """It comes when completions of the third step are half done."""
-    tables = small | SYNC | {"trainer": {"checkpoint_every": 50}, "steps": 4}
+    tables = small | SYNC | {"trainer": {"checkpoint_every": 50}, "steps": 3}
     whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
     step = Engine.step
     told: list[list[int]] = []
@@ -147,13 +148,15 @@ def test_at_staleness_0_what_a_signal_cut_off_is_sampled_again_to_the_same_bits(
     assert resumed.summary["prompts"]["regenerated_tokens"] > sum(told[0])
 
 
-def test_a_reference_that_follows_the_policy_is_resumed_with_it(small, tmp_path, monkeypatch):
-    """The reference has moved twice at the checkpoint, and moves once more behind it."""
-    kl = {"coef": 0.5, "sync_every": 2, "mixup": 0.5}
-    tables = small | SYNC | {"kl": kl, "warm_start": small["warm_start"] | {"steps": 2}}
+def test_a_reference_that_follows_the_policy_is_resumed_with_it(small, tmp_path):
+    """The reference has moved twice at the checkpoint, and moves twice more behind it."""
+    kl = {"coef": 0.5, "sync_every": 1, "mixup": 0.5}
+    tables = small | SYNC | {"steps": 4, "kl": kl, "warm_start": small["warm_start"] | {"steps": 2}}
     whole = slipstream.run("quickstart", overrides=tables, out=tmp_path / "whole", display=False)
-    cut_off(monkeypatch, tables, tmp_path / "run", after_step(4))
-    resumed = slipstream.run("quickstart", resume=tmp_path / "run", display=False)
+    cut = Path(shutil.copytree(whole.out, tmp_path / "cut"))
+    for path in ("checkpoints/step_4", "model"):
+        shutil.rmtree(cut / path)
+    resumed = slipstream.run("quickstart", resume=cut, display=False)
     ours, theirs = ((run.out / "model" / "model.safetensors").read_bytes() for run in (resumed, whole))
     assert ours == theirs
     measured = [
@@ -161,7 +164,7 @@ def test_a_reference_that_follows_the_policy_is_resumed_with_it(small, tmp_path,
         for run in (resumed, whole)
     ]
     assert measured[0] == measured[1]
-    assert len(set(measured[0])) == STEPS
+    assert len(set(measured[0])) == 4
 
 
 def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path, monkeypatch):
@@ -205,9 +208,10 @@ def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_
 ):
     """Killed between the checkpoint of the last step, which has the first `cut_at` last accuracies, and the end."""
     run, checkpoint, handle = tmp_path / "run", Controller._checkpoint, Controller._handle
+    steps = 2
 
     def unevaluated(self: Controller) -> int:
-        return sum(not self.tally.knows(STEPS, "", kind) for kind in (GREEDY, SAMPLED))
+        return sum(not self.tally.knows(steps, "", kind) for kind in (GREEDY, SAMPLED))
 
     def counted(self: Controller, message: Any) -> None:
         before = unevaluated(self)
@@ -222,11 +226,11 @@ def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_
     with monkeypatch.context() as patch:
         patch.setattr(Controller, "_handle", counted)
         with pytest.raises(Cut):
-            slipstream.run("quickstart", overrides=small | AHEAD, out=run, display=False)
+            slipstream.run("quickstart", overrides=small | AHEAD | {"steps": steps}, out=run, display=False)
     resumed = slipstream.run("quickstart", resume=run, display=False)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for name in ("accuracy", "sampled_accuracy"):
-        assert [line["version"] for line in lines if f"eval_{name}" in line] == [0, STEPS]
+        assert [line["version"] for line in lines if f"eval_{name}" in line] == [0, steps]
     assert None not in resumed.summary["eval"]["after"].values()
     shown = read_samples(run / "samples.json")
     assert len(shown) == 4
@@ -357,6 +361,7 @@ def test_a_policy_that_admits_beyond_the_end_leaves_what_it_does_not_train(polic
     assert extension(before, after, Snapshot(14, 5, [], 0, 0, []))[0] == "steps: 6, which were 5"
 
 
+@pytest.mark.slow
 def test_ahead_of_the_trainer_an_extended_run_loses_nothing_and_says_what_its_schedules_do(small, tmp_path, capsys):
     tables = small | AHEAD | {"trainer": {"checkpoint_every": 2, "optimizer": {"lr": 1e-3, "schedule": "linear"}}}
     run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False).out

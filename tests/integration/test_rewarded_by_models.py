@@ -40,14 +40,15 @@ def test_a_run_rewarded_by_a_model_alone(
 ) -> None:
     """Its scores are the rewards, and no sandboxed worker runs."""
     path, model = reward_model
+    steps = 2 if host == "process" else 1
     overrides = tiny | {
-        "steps": 2,
+        "steps": steps,
         "host": host,
         "rewards": {"terms": [], "models": [{"path": str(path), "name": "rm", "weight": 2.0}]},
     }
     slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     rollouts = rollouts_of(tmp_path / "run")
-    assert len(rollouts) == 2 * 4 * 4
+    assert len(rollouts) == steps * 4 * 4
     _, tokenizer = build_policy(ModelConfig(), seed=0)
     samples = []
     for rollout in rollouts:

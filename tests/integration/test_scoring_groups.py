@@ -55,7 +55,7 @@ def test_models_and_reference_on_two_ranks_each(tiny: dict[str, Any], tmp_path: 
     two_ranks = {"rewards": models | {"model_ranks": 2}, "kl": kl | {"executor": "own", "ranks": 2}}
     summaries = {}
     for name, groups in (("one", one_rank), ("two", two_ranks)):
-        overrides = tiny | SYNC | groups
+        overrides = tiny | SYNC | groups | {"eval": tiny["eval"] | {"num_prompts": 24}}
         result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / name, display=False)
         summaries[name] = result.summary
     one, two = (
@@ -80,6 +80,7 @@ def test_models_and_reference_on_two_ranks_each(tiny: dict[str, Any], tmp_path: 
     assert not any(name.startswith("reference") for name in summaries["one"]["accounting"])
 
 
+@pytest.mark.slow
 def test_models_and_reference_that_ranks_hold_together(tiny: dict[str, Any], tmp_path: Path) -> None:
     """The same with a reference whose layers two ranks share, and reward models that FSDP2 cuts over two ranks."""
     policy, tokenizer = build_policy(resolve("quickstart", tiny).model, seed=5)

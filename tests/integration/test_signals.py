@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from audit import audit
+from covering import with_slow
 from processes import children, command_line, is_alive
 
 import slipstream
@@ -36,7 +37,8 @@ ENDLESS = 100_000  # steps
 def start(tiny: dict[str, Any], folder: Path, *flags: str, **more: Any) -> subprocess.Popen[str]:
     """`slipstream run`, in `folder`/run, with its own process group."""
     recipe = folder / "tiny.toml"
-    recipe.write_text(config_toml(resolve("quickstart", tiny | {"steps": ENDLESS, "warm_start": {"steps": 0}} | more)))
+    soon = {"steps": ENDLESS, "warm_start": {"steps": 0}, "eval": tiny["eval"] | {"num_prompts": 4}}
+    recipe.write_text(config_toml(resolve("quickstart", tiny | soon | more)))
     with (folder / "said").open("wb") as said:
         return subprocess.Popen(
             [sys.executable, "-m", "slipstream.cli", "run", str(recipe), "--out", str(folder / "run"), *flags],
@@ -126,7 +128,8 @@ def test_told_to_end_amid_the_start_up_a_run_leaves_no_process(tiny: dict[str, A
     assert slipstream.report(tmp_path / "run").is_file(), "there was no time for it"
 
 
-@pytest.mark.parametrize("by", ["the grace period", pytest.param("a second signal", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["the grace period", "a second signal"])
 def test_a_step_that_does_not_end_is_not_waited_for_for_ever(by: str, tiny: dict[str, Any], tmp_path: Path) -> None:
     """A trainer that stands still neither ends its step nor saves a checkpoint."""
     run = tmp_path / "run"
@@ -192,12 +195,7 @@ def test_from_python_the_run_is_saved_and_the_signal_goes_on_to_the_program(
 
 
 @pytest.mark.parametrize(
-    "when",
-    [
-        pytest.param("between two steps", marks=pytest.mark.slow),
-        "while a step is trained",
-        pytest.param("at the last evaluation", marks=pytest.mark.slow),
-    ],
+    "when", with_slow(["while a step is trained"], ["between two steps", "at the last evaluation"])
 )
 def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
     when: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -127,6 +127,7 @@ def test_what_is_done_is_not_done_again(chain: tuple[Path, slipstream.Result]) -
     assert slipstream.evaluate_model(out, num_prompts=4).num_prompts == 4  # its reward model is found
 
 
+@pytest.mark.slow
 def test_a_stage_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What it shows is shown, what it makes is there, and what it says of bad input is raised here."""
     data = tmp_path / "chats.jsonl"

@@ -98,6 +98,7 @@ def test_its_margin_is_that_of_transformers(chain: tuple[Path, slipstream.Result
     assert after["loss"] == pytest.approx(np.mean(np.log1p(np.exp(-np.array(margins)))), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_an_interrupted_stage_begins_again_and_a_finished_one_is_left(
     chain: tuple[Path, slipstream.Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ def sync_tables() -> dict[str, Any]:
 
 def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(tiny, sync_tables, tmp_path):
     """Which replica samples a group, and beside whom, changes nothing: noise is keyed by the ordinal."""
-    overrides = tiny | sync_tables
+    overrides = tiny | sync_tables | {"steps": 3, "warm_start": tiny["warm_start"] | {"steps": 10}}
     reference_run(resolve("quickstart", overrides), tmp_path / "reference")
     in_line = overrides | {"host": "inline"}
     inline = slipstream.run("quickstart", overrides=in_line, out=tmp_path / "inline", display=False)

@@ -129,10 +129,10 @@ def always_good(completions: list[str], **_: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("weight_update", "max_staleness", "num_sampled", "rank"),
     [
-        ("in_flight", 1, 2, None),
+        pytest.param("in_flight", 1, 2, None, marks=pytest.mark.slow),
         ("in_flight", 1, 2, 4),
         ("between_batches", 0, STEPS, None),
-        ("between_batches", 2, 2, 4),
+        pytest.param("between_batches", 2, 2, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_over_a_make_believe_vllm(
