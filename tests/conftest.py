@@ -56,14 +56,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Names are those of files, since no two have the same.
 LONGEST = """
-    bad_input eval_episodes lora_ranks agents_in_pools job_files sharded_models reshard stages_trained plan_command
-    calibrate bad_environments replica rank_checkpoints training critic context_ranks paged_kernels staged_engines
-    expert_parallel critic_ranks hub over_ranks serve vllm_client sandbox workers hostile_agents absurd_input chat
-    agent_programs paged_runner engine_bits resident_versions seeds relayed_versions channel_tcp simulated_policies
-    staleness_by_loss search wheel cli outlet sharded decode_kernels rendezvous code gateway lora_run watch_page resume
-    asynchronous_run report_page signals episodes_equal_reference restarts_run stages_dpo episode_versions
-    environments_killed sync_equals_reference critic_run generator_stages_run endings agent_runs stages eval_cli floods
-    hostile_reward disk_full
+    resume lora_run watch_page report_page asynchronous_run eval_episodes signals lora_ranks bad_input paged_kernels
+    episode_versions code sharded_models expert_parallel bad_environments stages_dpo reshard stages_trained
+    plan_command replica calibrate planned_bytes sync_equals_reference job_files episodes_equal_reference
+    vllm_client agents_in_pools workers sandbox algorithm_runs absurd_input parked hub rank_checkpoints eval_cli
+    critic_run gateway lora endings step_on_make_believe_cuda hostile_checkpoints channel_tcp orphans
+    relayed_versions rendezvous precision stages serve health site paged_runner nothing_waits_for_a_gpu
+    generator_stages_run agent_programs prompts distillation_run pools episodes_resumed poisoned_run families
+    staged_engines reward_model kernel_counts advice recomputed engine_bits report pipeline_parallel_run
+    resident_versions chat refused_on_device critic early_stopping disk_full staged_replica training critic_executor
+    measure_run recipes planner context_ranks code_run stages_endings sharded comparison agent_tokens eval_tools
+    decode_kernels simulated_policies crash_instants
 """
 
 
