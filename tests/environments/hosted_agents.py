@@ -55,6 +55,22 @@ async def run_with_plain_client(row: dict[str, Any], base_url: str, api_key: str
         return len((await ask(client, row["text"])).content)
 
 
+POST = """
+    import json, os, sys
+    from http.client import HTTPConnection  # imported in a fraction of the time of OpenAI's
+
+    def post(base_url, api_key, text):
+        place, _, path = base_url.removeprefix("http://").partition("/")
+        http = HTTPConnection(place)
+        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]})
+        http.request("POST", f"/{path}/chat/completions", body, {"authorization": f"Bearer {api_key}"})
+        said = json.loads(http.getresponse().read())
+        http.close()
+        return said["choices"][0]["message"]["content"]
+"""
+"""How agents that are files of their own begin, indented as what follows it."""
+
+
 class LightClient:
     """What `ask` and `talk` use of an AsyncOpenAI, where it is not the client that is tested: without its imports."""
 

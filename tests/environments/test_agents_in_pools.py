@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from covering import with_slow
 from drive import GENEROUS_S, ends, repeat, reply, rewards, until, wait_for
+from hosted_agents import POST
 from processes import descendants, is_alive
 
 from slipstream.core.clock import VirtualClock
@@ -88,16 +89,6 @@ LINES = """
 """
 
 
-POST = """
-    import json, os, sys
-    from http.client import HTTPConnection  # imported in a fraction of the time of OpenAI's
-    def post(base_url, api_key, text):
-        place, _, path = base_url.removeprefix("http://").partition("/")
-        http = HTTPConnection(place)
-        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]})
-        http.request("POST", f"/{path}/chat/completions", body, {"authorization": f"Bearer {api_key}"})
-        return json.loads(http.getresponse().read())["choices"][0]["message"]["content"]
-"""
 LIGHT_PROGRAM = (
     POST
     + """

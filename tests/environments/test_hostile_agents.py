@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from barriers import needs
 from drive import ends, repeat, rewards, until, wait_for
+from hosted_agents import POST
 from loopback import needs_loopback
 from test_agents_in_pools import script
 
@@ -31,18 +32,10 @@ from slipstream.jail.protocol import frame
 MakePool = Callable[..., EnvironmentPool]
 LIMIT_S = 7.0
 
-AGENT = """
-    import asyncio, json, os, socket, sys
-    from http.client import HTTPConnection  # imported in a fraction of the time of an async client
-
-    def post(base_url, api_key, text):
-        place, _, path = base_url.removeprefix("http://").partition("/")
-        http = HTTPConnection(place)
-        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]})
-        http.request("POST", f"/{path}/chat/completions", body, {"authorization": f"Bearer {api_key}"})
-        said = json.loads(http.getresponse().read())
-        http.close()
-        return said["choices"][0]["message"]["content"]
+AGENT = (
+    POST
+    + """
+    import asyncio, socket
 
     async def talk(base_url, api_key, text):
         return await asyncio.to_thread(post, base_url, api_key, text)
@@ -96,6 +89,7 @@ AGENT = """
             return 0.0
         raise ValueError(row)
 """
+)
 
 
 @pytest.fixture

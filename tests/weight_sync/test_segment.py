@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,24 +16,24 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.scratch import cleanup, scratch_directories
 from slipstream.weight_sync.copying import HOST
-from slipstream.weight_sync.segment import SegmentSlots, SharedMemory
+from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.slots import Commit
 
-OTHERS = """
-# a reader, an owner that ends at once, and one that hangs: torch is loaded once
-import os, sys, numpy as np
+READER = """
+import sys, numpy as np
 from slipstream.weight_sync.segment import SharedMemory
 from slipstream.weight_sync.copying import HOST
-child = os.fork()
-if not child:
-    slots = SharedMemory(sys.argv[1]).attach(sys.argv[2])
-    copy, checksums = HOST.empty(slots.num_bytes), np.zeros_like(slots.checksums(1))
-    commit = slots.committed(1)
-    print(commit.version, commit.checksum == HOST.copy(copy, slots.data(1), checksums), int(copy.sum()))
-    sys.exit()
-assert os.waitpid(child, 0)[1] == 0
-child = os.fork()
-slots = SharedMemory(sys.argv[3]).create(10_000, 2)
+slots = SharedMemory(sys.argv[1]).attach(sys.argv[2])
+copy, checksums = HOST.empty(slots.num_bytes), np.zeros_like(slots.checksums(1))
+commit = slots.committed(1)
+print(commit.version, commit.checksum == HOST.copy(copy, slots.data(1), checksums), int(copy.sum()))
+"""
+
+OWNER = """
+import os, sys
+from slipstream.weight_sync.segment import SharedMemory
+child = os.fork()  # it ends at once, and its parent hangs: both own a segment, and torch is loaded once
+slots = SharedMemory(sys.argv[1]).create(10_000, 2)
 if child:
     assert os.waitpid(child, 0)[1] == 0
 print(slots.name, flush=True)
@@ -49,39 +47,14 @@ def run_id() -> str:
     return f"test-{os.getpid()}"
 
 
-@dataclass
-class Others:
-    """What the other processes have said: a reader of `slots`, and two owners, of which one still runs."""
-
-    slots: SegmentSlots
-    source: np.ndarray
-    owners_run: str
-    owner: subprocess.Popen[str]
-    read: list[str]
-    ended: Path
-    path: Path
-
-
-@pytest.fixture(scope="module")
-def others() -> Iterator[Others]:
-    run_id, owners_run = f"test-{os.getpid()}-read", f"test-{os.getpid()}-owned"
+def test_another_process_reads_a_slot_and_leaves_the_segment_alone(run_id: str) -> None:
     slots = SharedMemory(run_id).create(10_000, 2)
     source = np.random.default_rng(0).integers(0, 256, 10_000, dtype=np.uint8)
     slots.commit(1, Commit(7, HOST.copy(slots.data(1), torch.from_numpy(source), slots.checksums(1))))
-    command = [sys.executable, "-c", OTHERS, run_id, slots.name, owners_run]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        read, ended, path = (owner.stdout.readline().strip() for _ in range(3))
-        yield Others(slots, source, owners_run, owner, read.split(), Path(ended), Path(path))
-        owner.kill()
-    cleanup(owners_run)
-    slots.close()
-
-
-def test_another_process_reads_a_slot_and_leaves_the_segment_alone(others: Others) -> None:
-    slots, source = others.slots, others.source
-    assert others.read == ["7", "True", str(int(source.sum(dtype=np.int64)))]
-    run_id = f"test-{os.getpid()}-read"
+    out = subprocess.run(
+        [sys.executable, "-c", READER, run_id, slots.name], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.split() == ["7", "True", str(int(source.sum(dtype=np.int64)))]
     again = SharedMemory(run_id).attach(slots.name)  # Python 3.11's SharedMemory would have unlinked it
     assert np.array_equal(again.data(1), source)
     assert slots.committed(0) is None
@@ -90,13 +63,16 @@ def test_another_process_reads_a_slot_and_leaves_the_segment_alone(others: Other
     assert not Path(slots.name).exists()
 
 
-def test_the_owner_unlinks_on_exit_and_cleanup_does_after_a_kill(others: Others) -> None:
-    run_id, path = others.owners_run, others.path
-    assert others.ended != path
-    assert not others.ended.exists()
-    assert path.exists()
-    others.owner.send_signal(signal.SIGKILL)
-    others.owner.wait(10)
+def test_the_owner_unlinks_on_exit_and_cleanup_does_after_a_kill(run_id: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, run_id], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        ended, path = (Path(owner.stdout.readline().strip()) for _ in range(2))
+        assert ended != path
+        assert not ended.exists()
+        assert path.exists()
+        owner.send_signal(signal.SIGKILL)
     assert path.exists()
     assert cleanup(run_id + "x") == []
     assert cleanup(run_id) == [path]
