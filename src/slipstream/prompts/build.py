@@ -23,7 +23,7 @@ from slipstream.prompts.rows import PromptRow, id_of, row_key, split_hash, witho
 from slipstream.prompts.stream import PromptStream
 from slipstream.prompts.streamed import StreamedPrompts
 from slipstream.prompts.tasks import TaskSource, task_table
-from slipstream.prompts.template import PROMPT, Encoder, Template
+from slipstream.prompts.template import PROMPT, Encoder, Template, ended
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -324,12 +324,7 @@ def demonstrations(
         texts.append(templates[kind].render({"answer": prompt.answer, **prompt.columns}, where=where))
         places.append(f"{templates[kind].field} for {where}")
     check_alphabet(tokenizer, zip(places, texts, strict=True))
-    eos = [tokenizer.eos_token_id]
-    completions = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    return [
-        (prompt.tokens, np.asarray(ids if ids[-1:] == eos else ids + eos, dtype=np.int32))
-        for prompt, ids in zip(chosen, completions, strict=True)
-    ]
+    return list(zip((prompt.tokens for prompt in chosen), ended(texts, tokenizer), strict=True))
 
 
 def _from_tasks(

@@ -231,3 +231,13 @@ class Encoder:
             hint = "use an instruction-tuned checkpoint, or prompts.chat = false"
             raise ConfigError(what, got="a tokenizer without one", hint=hint)
         return self._renderer.render(chats, tools=self._tools)
+
+
+def ended(completions: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Return the tokens int32 [T] of texts of `completions`, each ended by the tokenizer's EOS, where it has one.
+
+    Some data has it in its texts: these get no second one.
+    """
+    ids = tokenizer(list(completions), add_special_tokens=False)["input_ids"] if completions else []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [np.asarray(one if one[-1:] == end else one + end, dtype=np.int32) for one in ids]

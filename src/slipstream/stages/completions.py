@@ -19,7 +19,7 @@ from slipstream.evals.judge import EndpointJudge, Judge
 from slipstream.evals.sampling import sample_completions
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
-from slipstream.prompts.template import Template
+from slipstream.prompts.template import Template, ended
 
 Example = TypeVar("Example")
 
@@ -61,18 +61,16 @@ def reference_completions(reference: str, prompts: Sequence[Prompt], tokenizer: 
         if prompt.answer is None and "answer" in template.columns:
             raise ConfigError("a prompt has no reference answer", got=prompt.text[:80], hint="see prompts.reference")
         texts.append(template.render({"answer": prompt.answer, **prompt.columns}))
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [
         Completion(
             ordinal=ordinal,
             sample=-1,
             prompt=prompt,
-            segments=(Segment(tokens=np.asarray(tokens if tokens[-1:] == ends else tokens + ends, dtype=np.int32)),),
+            segments=(Segment(tokens=tokens),),
             text=text,
             finish_reason="stop",
         )
-        for ordinal, (prompt, text, tokens) in enumerate(zip(prompts, texts, ids, strict=True))
+        for ordinal, (prompt, text, tokens) in enumerate(zip(prompts, texts, ended(texts, tokenizer), strict=True))
     ]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from slipstream.models.tokenizer import Tokenizer, check_alphabet
 from slipstream.prompts import prompts_that_fit
 from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.rows import PromptRow
-from slipstream.prompts.template import Encoder, Template
+from slipstream.prompts.template import Encoder, Template, ended
 from slipstream.stages.completions import scored_tokens, split_by_prompt
 from slipstream.stages.preferences import FILE, PreferenceLine
 from slipstream.trainer.reward_model import Preference
@@ -79,6 +80,15 @@ class FoundPreferences:
         )
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """What a record of a data set says: the columns of its prompt, the completions, the best first, or one's rating."""
+
+    of_prompt: Mapping[str, Any]
+    completions: tuple[str, ...]
+    rating: float | None = None
+
+
 def positions_from(config: RunConfig, *paths: str | None) -> int:
     """Return the tokens that the models of all `paths` read, before the stages that make them; None: `model.path`."""
     found = []
@@ -116,7 +126,7 @@ def read_pairs(config: RunConfig, run_dir: Path, tokenizer: Tokenizer, *, max_po
     if source is None or has_candidates(path):
         parts = [*read_lines(path, tokenizer)]
     else:
-        found, num_too_long = _from_dataset(config, source, tokenizer)
+        found, num_too_long = read_dataset(source, partial(_labelled, is_kto=is_kto), config, tokenizer)
         share = config.dpo.held_out
         parts = [*split_by_prompt(found, lambda one: one.prompt_tokens, share=share, seed=config.seed)]
     every = sum(map(len, parts))
@@ -164,46 +174,49 @@ def _check_labelled(train: Sequence[Preference]) -> None:
         raise ConfigError(what, got="one prompt alone to train on", allowed="at least two prompts", hint=hint)
 
 
-def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer) -> tuple[list[Preference], int]:
-    """Return the preferences of a data set, and how many were left out because their prompts are too long."""
+def read_dataset(
+    source: str, labelled: Callable[[Mapping[str, Any], str], Labelled], config: RunConfig, tokenizer: Tokenizer
+) -> tuple[list[Preference], int]:
+    """Return the preferences of a data set, and how many were left out because their prompts are too long.
+
+    `labelled` takes a record and where it stands, and raises ConfigError for one that is no preference.
+    """
     reading = prompts_that_fit(config).model_copy(
         update={"prompt_column": "prompt", "messages_column": None, "between_periods": False}
     )
     template = Template.of(config.prompts)
     encoder = Encoder(reading, tokenizer)
     rows: list[PromptRow] = []
-    texts: list[tuple[str, ...]] = []
-    ratings: list[float | None] = []
+    labels: list[Labelled] = []
     for where, record in read_records(source, None, reading.dataset_split):
-        is_single = config.dpo.loss == "kto" and "completion" in record
-        names = SINGLE if is_single else PAIR
-        context, answers = _answers(record, names, where=where)
-        if is_single and record.get("label") not in (0, 1):
-            raise ConfigError(
-                f"{where} has no label", got=repr(record.get("label"))[:80], allowed="label: true or false"
-            )
-        others = {key: value for key, value in record.items() if key not in (*names, "label")}
-        row = row_of(others | ({"prompt": context} if context else {}), reading, template=template, where=where)
+        label = labelled(record, where)
+        row = row_of(label.of_prompt, reading, template=template, where=where)
         assert row is not None, "between_periods is off"
         rows.append(row)
-        texts.append(answers)
-        ratings.append(float(record["label"]) if is_single else None)
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    flat = [text for answers in texts for text in answers]
-    check_alphabet(tokenizer, ((f"a completion of '{source}'", text) for text in flat))
-    ids = iter(tokenizer(flat, add_special_tokens=False)["input_ids"] if flat else [])
-    found, num_too_long = [], 0
+        labels.append(label)
+    texts = [text for label in labels for text in label.completions]
+    check_alphabet(tokenizer, ((f"a completion of '{source}'", text) for text in texts))
+    tokens = iter(ended(texts, tokenizer))
     prompts = encoder.encode(rows)
     encoder.check(prompts)
-    for prompt, answers, rating in zip(prompts, texts, ratings, strict=True):
-        own = [next(ids) for _ in answers]  # some data has the end in its texts
-        candidates = [np.asarray(one + ends if one[-1:] != ends else one, dtype=np.int32) for one in own]
+    found = []
+    for prompt, label in zip(prompts, labels, strict=True):
+        candidates = tuple(scored_tokens(next(tokens), config.rewards) for _ in label.completions)
         if encoder.fits(prompt):
-            cut = tuple(scored_tokens(tokens, config.rewards) for tokens in candidates)
-            found.append(Preference(prompt.tokens, cut, rating=rating))
-        else:
-            num_too_long += 1
-    return found, num_too_long
+            found.append(Preference(prompt.tokens, candidates, rating=label.rating))
+    return found, len(prompts) - len(found)
+
+
+def _labelled(record: Mapping[str, Any], where: str, *, is_kto: bool) -> Labelled:
+    """Return what a record of the stage `dpo` says: a pair, or for KTO also a completion with its label."""
+    is_single = is_kto and "completion" in record
+    names = SINGLE if is_single else PAIR
+    context, answers = _answers(record, names, where=where)
+    if is_single and record.get("label") not in (0, 1):
+        raise ConfigError(f"{where} has no label", got=repr(record.get("label"))[:80], allowed="label: true or false")
+    others = {key: value for key, value in record.items() if key not in (*names, "label")}
+    prompt = others | ({"prompt": context} if context else {})
+    return Labelled(prompt, answers, float(record["label"]) if is_single else None)
 
 
 def _answers(record: Mapping[str, Any], names: Sequence[str], *, where: str) -> tuple[Any, tuple[str, ...]]:

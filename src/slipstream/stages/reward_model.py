@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -20,11 +20,8 @@ from slipstream.core.recipes import stage_dir
 from slipstream.models.build import build_policy
 from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import Sample, score
-from slipstream.models.tokenizer import Tokenizer, check_alphabet
-from slipstream.prompts import build_prompts, prompts_that_fit
-from slipstream.prompts.dataset import read_records, row_of
-from slipstream.prompts.rows import PromptRow
-from slipstream.prompts.template import Encoder, Template
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.prompts import build_prompts
 from slipstream.stages.completions import (
     NORMALISATION_STREAM,
     reference_completions,
@@ -34,15 +31,17 @@ from slipstream.stages.completions import (
 )
 from slipstream.stages.preference_data import (
     FoundPreferences,
+    Labelled,
     has_candidates,
     positions_from,
+    read_dataset,
     read_lines,
     that_fit,
 )
 from slipstream.stages.preferences import FILE
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, recent_mean, write_record
 from slipstream.trainer.metric_names import reward_model_names
-from slipstream.trainer.reward_model import Preference, preference_accuracy, reward_model_updates
+from slipstream.trainer.reward_model import preference_accuracy, reward_model_updates
 
 
 def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
@@ -129,50 +128,29 @@ def read_preferences(config: RunConfig, run_dir: Path, tokenizer: Tokenizer) -> 
 
 
 def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer, max_positions: int) -> FoundPreferences:
-    template = Template.of(config.prompts)
-    reading = prompts_that_fit(config).model_copy(
-        update={"prompt_column": "prompt", "messages_column": None, "between_periods": False}
-    )
-    encoder = Encoder(reading, tokenizer)
     is_rated = config.reward_model.candidates == 1
-    names = ("completion",) if is_rated else ("chosen", "rejected")
-    rows: list[PromptRow] = []
-    labels: list[tuple[list[str], float | None]] = []
-    for where, record in read_records(source, None, config.prompts.dataset_split):
-        is_text = all(isinstance(record.get(name), str) for name in ("prompt", *names))
-        rating = record.get("rating") if is_rated else None
-        if not is_text or (is_rated and (isinstance(rating, bool) or not isinstance(rating, int | float))):
-            raise ConfigError(
-                f"{where} is no {'rating' if is_rated else 'preference'}",
-                got=", ".join(record),
-                allowed=f"texts in the columns prompt, {', '.join(names)}"
-                + (", and a number in rating" if is_rated else ""),
-            )
-        row = row_of(record, reading, template=template, where=where)
-        assert row is not None, "between_periods is off"
-        rows.append(row)
-        labels.append(([record[name] for name in names], rating))
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def tokens(text: str) -> np.ndarray:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        ids += ends if ids[-1:] != ends else []  # some data has it in its texts
-        return scored_tokens(np.asarray(ids, dtype=np.int32), config.rewards)
-
-    prompts = encoder.encode(rows)
-    encoder.check(prompts)
-    check_alphabet(tokenizer, ((f"a completion of '{source}'", text) for texts, _ in labels for text in texts))
-    found = [
-        Preference(prompt.tokens, tuple(map(tokens, candidates)), best=0, rating=rating)
-        for prompt, (candidates, rating) in zip(prompts, labels, strict=True)
-        if encoder.fits(prompt)
-    ]
-    found = that_fit(found, max_positions)
-    decided = [one for one in found if is_rated or not np.array_equal(one.candidates[0], one.candidates[1])]
+    found, num_too_long = read_dataset(source, partial(_labelled, is_rated=is_rated), config, tokenizer)
+    fitting = that_fit(found, max_positions)
+    num_too_long += len(found) - len(fitting)
+    decided = [one for one in fitting if is_rated or not np.array_equal(*one.candidates)]
     train, held_out = split_by_prompt(
         decided, lambda one: one.prompt_tokens, share=config.preferences.held_out, seed=config.seed
     )
-    return FoundPreferences(train, held_out, len(found) - len(decided), len(rows) - len(found))
+    return FoundPreferences(train, held_out, len(fitting) - len(decided), num_too_long)
+
+
+def _labelled(record: Mapping[str, Any], where: str, *, is_rated: bool) -> Labelled:
+    names = ("completion",) if is_rated else ("chosen", "rejected")
+    is_text = all(isinstance(record.get(name), str) for name in ("prompt", *names))
+    rating = record.get("rating") if is_rated else None
+    if not is_text or (is_rated and (isinstance(rating, bool) or not isinstance(rating, int | float))):
+        raise ConfigError(
+            f"{where} is no {'rating' if is_rated else 'preference'}",
+            got=", ".join(record),
+            allowed=f"texts in the columns prompt, {', '.join(names)}"
+            + (", and a number in rating" if is_rated else ""),
+        )
+    return Labelled(record, tuple(record[name] for name in names), rating)
 
 
 def _samples(
