@@ -132,7 +132,7 @@ def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer, max_posi
     found, num_too_long = read_dataset(source, partial(_labelled, is_rated=is_rated), config, tokenizer)
     fitting = that_fit(found, max_positions)
     num_too_long += len(found) - len(fitting)
-    decided = [one for one in fitting if is_rated or not np.array_equal(*one.candidates)]
+    decided = [one for one in fitting if is_rated or not np.array_equal(one.candidates[0], one.candidates[1])]
     train, held_out = split_by_prompt(
         decided, lambda one: one.prompt_tokens, share=config.preferences.held_out, seed=config.seed
     )
