@@ -81,8 +81,8 @@ class FoundPreferences:
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """What a record of a data set says: the columns of its prompt, the completions, the best first, or one's rating."""
+class LabelledRecord:
+    """A record of a data set: the columns of its prompt, and its completions, the best first, or one with a rating."""
 
     of_prompt: Mapping[str, Any]
     completions: tuple[str, ...]
@@ -175,7 +175,7 @@ def _check_labelled(train: Sequence[Preference]) -> None:
 
 
 def read_dataset(
-    source: str, labelled: Callable[[Mapping[str, Any], str], Labelled], config: RunConfig, tokenizer: Tokenizer
+    source: str, labelled: Callable[[Mapping[str, Any], str], LabelledRecord], config: RunConfig, tokenizer: Tokenizer
 ) -> tuple[list[Preference], int]:
     """Return the preferences of a data set, and how many were left out because their prompts are too long.
 
@@ -187,7 +187,7 @@ def read_dataset(
     template = Template.of(config.prompts)
     encoder = Encoder(reading, tokenizer)
     rows: list[PromptRow] = []
-    labels: list[Labelled] = []
+    labels: list[LabelledRecord] = []
     for where, record in read_records(source, None, reading.dataset_split):
         label = labelled(record, where)
         row = row_of(label.of_prompt, reading, template=template, where=where)
@@ -207,7 +207,7 @@ def read_dataset(
     return found, len(prompts) - len(found)
 
 
-def _labelled(record: Mapping[str, Any], where: str, *, is_kto: bool) -> Labelled:
+def _labelled(record: Mapping[str, Any], where: str, *, is_kto: bool) -> LabelledRecord:
     """Return what a record of the stage `dpo` says: a pair, or for KTO also a completion with its label."""
     is_single = is_kto and "completion" in record
     names = SINGLE if is_single else PAIR
@@ -216,7 +216,7 @@ def _labelled(record: Mapping[str, Any], where: str, *, is_kto: bool) -> Labelle
         raise ConfigError(f"{where} has no label", got=repr(record.get("label"))[:80], allowed="label: true or false")
     others = {key: value for key, value in record.items() if key not in (*names, "label")}
     prompt = others | ({"prompt": context} if context else {})
-    return Labelled(prompt, answers, float(record["label"]) if is_single else None)
+    return LabelledRecord(prompt, answers, float(record["label"]) if is_single else None)
 
 
 def _answers(record: Mapping[str, Any], names: Sequence[str], *, where: str) -> tuple[Any, tuple[str, ...]]:

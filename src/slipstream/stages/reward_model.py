@@ -31,7 +31,7 @@ from slipstream.stages.completions import (
 )
 from slipstream.stages.preference_data import (
     FoundPreferences,
-    Labelled,
+    LabelledRecord,
     has_candidates,
     positions_from,
     read_dataset,
@@ -139,7 +139,7 @@ def _from_dataset(config: RunConfig, source: str, tokenizer: Tokenizer, max_posi
     return FoundPreferences(train, held_out, len(fitting) - len(decided), num_too_long)
 
 
-def _labelled(record: Mapping[str, Any], where: str, *, is_rated: bool) -> Labelled:
+def _labelled(record: Mapping[str, Any], where: str, *, is_rated: bool) -> LabelledRecord:
     names = ("completion",) if is_rated else ("chosen", "rejected")
     is_text = all(isinstance(record.get(name), str) for name in ("prompt", *names))
     rating = record.get("rating") if is_rated else None
@@ -150,7 +150,7 @@ def _labelled(record: Mapping[str, Any], where: str, *, is_rated: bool) -> Label
             allowed=f"texts in the columns prompt, {', '.join(names)}"
             + (", and a number in rating" if is_rated else ""),
         )
-    return Labelled(record, tuple(record[name] for name in names), rating)
+    return LabelledRecord(record, tuple(record[name] for name in names), rating)
 
 
 def _samples(
