@@ -66,6 +66,7 @@ def sources() -> list[Source]:
         found = [Source(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
         for source in found:
             nodes(source.tree)
+        gc.freeze()  # nor now and then, afterwards
     finally:
         gc.enable()
     return found
@@ -189,9 +190,9 @@ MAX_LINES_OF_FOLDER = {
     "models": 9_980,
     "observe": 10_065,
     "plan": 7_620,
-    "prompts": 1_510,
+    "prompts": 1_515,
     "rewards": 3_990,
-    "stages": 2_845,
+    "stages": 2_835,
     "trainer": 6_535,
     "weight_sync": 3_725,
 }
