@@ -11,7 +11,7 @@ TRL_PINS := torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate==1.15.0
 INSTALL := $(PYTHON) scripts/install.py .venv -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-parts test-runs test-slow test-promises fuzz test-chaos test-cluster check bench \
+.PHONY: help venv quickstart test test-slow test-promises fuzz test-chaos test-cluster check bench \
     gpu bench-engine vllm-env verifiers-env test-vllm experiments experiments-all figures release docs
 .DELETE_ON_ERROR:
 
@@ -23,20 +23,11 @@ venv: .venv/dev ## create .venv with everything for development
 quickstart: .venv/run ## install, then train the quickstart recipe
 	$(BIN)/slipstream run quickstart $(ARGS)
 
-# Several files at a time, on two cores as well: tests wait for much of their time. Whole runs come by themselves: they
-# look at what their processes leave behind, and have none of others beside. They come also where a part has failed.
-# Files begin in the order of tests/conftest.py, the longest first. What is imported is compiled once, not by each process.
-WHOLE := tests/integration tests/browser
-PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+# Several files at a time, on two cores as well: tests wait for much of their time, whole runs above all. Files begin in
+# the order of tests/conftest.py, the longest first. What is imported is compiled once, not by each process.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/dev ## run the tests: no download, no GPU
-	@$(MAKE) --no-print-directory --keep-going --jobs=1 test-parts test-runs
-
-test-parts test-runs: export PYTHONDONTWRITEBYTECODE :=
-test-parts: .venv/dev
-	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE:%=--ignore=%) --ignore=tests/promises $(ARGS)
-
-test-runs: .venv/dev
-	$(BIN)/python -m pytest -q $(PARALLEL) $(WHOLE) $(ARGS)
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/promises $(ARGS)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, many whole runs, over an hour
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

@@ -66,7 +66,6 @@ def sources() -> list[Source]:
         found = [Source(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
         for source in found:
             nodes(source.tree)
-        gc.freeze()  # nor now and then, afterwards
     finally:
         gc.enable()
     return found

@@ -1660,7 +1660,12 @@ def test_a_folder_that_cannot_be_written_to(place: Path, monkeypatch: pytest.Mon
     [
         pytest.param("run recipe.toml --max-stalness 0", ("--max-staleness",), True, marks=pytest.mark.slow),
         ("run recipe.toml --steps 0", ("'steps'", "> 0"), True),
-        ("run recipe.toml --prompts.dataset nowhere.jsonl", ("dataset not found", "nowhere.jsonl", "hint"), False),
+        pytest.param(
+            "run recipe.toml --prompts.dataset nowhere.jsonl",
+            ("dataset not found", "nowhere.jsonl", "hint"),
+            False,
+            marks=pytest.mark.slow,  # `test_early_errors.py` has one as well
+        ),
     ],
 )
 def test_the_executable(

@@ -6,6 +6,7 @@ import ensurepip
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def test_one_that_crashes_and_one_that_hangs_cost_themselves_alone(steps: Path, 
     done = slot("--steps", steps, "--out", out)
     assert done.returncode == 1, done.stderr
     assert "failed: crash, hang, bad" in done.stdout
+    assert "    about to crash\n" in done.stdout
     found = outcomes(out)
     assert {name: one["status"] for name, one in found.items()} == {
         "figures": "ok",
@@ -309,6 +311,19 @@ def test_with_wheels_the_machine_needs_no_pip(tmp_path: Path) -> None:
     assert not list((out / "venv" / "bin").glob("pip*"))
 
 
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+def test_a_probe_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As its step calls it, but in this process, which has torch."""
+    [command] = [step.command for step in shipped_steps() if step.name == "probe_capture"]
+    _, script, *words = command.format(python="python", json="found.json").split()
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROJECT / script), run_name="__main__")
+    assert ended.value.code == 2
+    assert "sees no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     """Its limit is one for a machine that does nothing else."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +144,13 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
+@cache
+def _config(overrides: str) -> RunConfig:
+    return resolve("quickstart", json.loads(overrides))
+
+
 def config(overrides: dict[str, Any] | None = None) -> RunConfig:
-    return resolve("quickstart", overrides)
+    return _config(json.dumps(overrides))
 
 
 def parsed(arguments: list[str]) -> Any:

@@ -79,10 +79,18 @@ def found_in(source: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in METHODS)
         elif isinstance(node, ast.Attribute) and node.attr in METHODS:
             yield node.attr
-        elif isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in CALLS:
-            yield name
+        elif isinstance(node, ast.Call) and _last_name(node.func) in _LAST_NAMES:
+            if (name := ast.unparse(node.func)) in CALLS:
+                yield name
         elif isinstance(node, ast.Constant) and node.value in TEXTS:
             yield str(node.value)
+
+
+_LAST_NAMES = {name.rpartition(".")[2] for name in CALLS}
+
+
+def _last_name(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
 def _banned_module(name: str) -> str | None:

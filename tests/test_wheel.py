@@ -269,10 +269,10 @@ def test_what_the_package_imports_is_what_it_asks_for() -> None:
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """The strings of a module that a program can show: not docstrings, parts of one put together."""
-    tree = ast.parse(path.read_text())
-    shown_never = {id(node.value) for parent in ast.walk(tree) for node in _body(parent) if isinstance(node, ast.Expr)}
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    shown_never = {id(node.value) for parent in nodes for node in _body(parent) if isinstance(node, ast.Expr)}
+    inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if id(node) in shown_never or id(node) in inside:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

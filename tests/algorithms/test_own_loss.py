@@ -112,7 +112,8 @@ def test_the_example_trains(tmp_path):
             "skip_no_signal": False,
         },
         "warm_start": {"steps": 0},
-        "eval": {"num_prompts": 4, "num_slots": 8},
+        "rewards": {"terms": [{"function": "exact_match"}]},  # that of the task imports for seconds
+        "eval": {"num_prompts": 4, "num_slots": 8, "measure": "exact_match"},
     }
     result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
     assert result.status == "done"

@@ -91,8 +91,7 @@ def test_each_start_of_a_group_meets_in_a_store_of_its_own() -> None:
     finally:
         handler.shutdown()
     assert met[0].master_port != met[1].master_port
-    with pytest.raises(DistError):
-        TCPStore(met[0].master_addr, met[0].master_port, is_master=False, timeout=timedelta(seconds=0.2))
+    assert met[0].master_port not in {port for _, port in listening(os.getpid())}
     assert TCPStore(met[1].master_addr, met[1].master_port, is_master=False, timeout=timeout).num_keys() <= 1
 
 
@@ -146,7 +145,7 @@ def until(found: Callable[[], bool], what: str, log: Path, timeout_s: float = 12
     deadline_s = time.monotonic() + timeout_s
     while not found():
         assert time.monotonic() < deadline_s, f"{what}\n{log.read_text()}"
-        time.sleep(0.05)
+        time.sleep(0.2)  # each look asks every store that listens
 
 
 def poison(port: int, pickled: bytes) -> int:

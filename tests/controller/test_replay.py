@@ -128,6 +128,19 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_command_says_whether_the_schedule_decides_as_it_did(log, capsys):
+    lines = lines_of(log)
+    started = {each["ordinal"] for line in lines for each in line["commands"] if each["type"] == "StartGroup"}
+    assert slipstream.replay(log).num_admitted == len(started) > 24
+    assert main(["replay", str(log)]) == 0
+    assert "decides as it did" in capsys.readouterr().out
+    starts = [i for i, line in enumerate(lines) if line["commands"] and line["commands"][-1]["type"] == "StartGroup"]
+    lines[starts[-1]]["commands"].pop()
+    assert main(["replay", str(write(log, lines))]) == 1
+    assert f"line {starts[-1] + 1} differs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_real_run_replays_without_divergence_from_its_folder(tmp_path, tiny_run, capsys):
     out = slipstream.run("quickstart", overrides=tiny_run, out=tmp_path / "run", display=False).out
     found = slipstream.replay(out)

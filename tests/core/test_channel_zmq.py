@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from covering import with_slow
 
 from slipstream.core import frames, wire
 from slipstream.core.addresses import LocalAddresses
@@ -368,16 +369,17 @@ def test_sockets_need_a_private_directory_with_a_short_path(tmp_path: Path) -> N
     shared.rmdir()
 
 
-def test_twenty_thousand_messages_are_cheap(directory: Path) -> None:
+@pytest.mark.parametrize("count", with_slow([4_000], [20_000]))
+def test_thousands_of_messages_are_cheap(directory: Path, count: int) -> None:
     """A round trip per message would take seconds here. This is no benchmark."""
     a, b = connect(SPECS, "a", directory, 1), connect(SPECS, "b", directory, 1)
     out, inbox = a.outputs["out"], b.inputs["in"]
     num_taken = 0
-    for start in range(0, 20_000, 40):  # with those that are not acknowledged yet there is room
+    for start in range(0, count, 40):  # with those that are not acknowledged yet there is room
         for step in range(start, start + 40):
             out.put(item(step))
         num_taken += len(take(inbox, 40))
-    assert num_taken == 20_000
+    assert num_taken == count
     a.close()
     b.close()
 

@@ -285,7 +285,7 @@ configs = st.builds(
 )
 
 
-@drawn(20, 60, config=configs)
+@drawn(8, 60, config=configs)
 def test_saved_config_loads_as_the_same(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("saved") / "config.toml"
     save_config(config, path)

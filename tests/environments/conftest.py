@@ -1,4 +1,4 @@
-"""Pools of both kinds, closed after each test; workers that a test leaves as it found them are the next one's."""
+"""Pools of both kinds, closed after each test; pools of workers in which nothing hangs are the next test's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from drive import GENEROUS_S, until
 from loopback import needs_loopback
 
-from slipstream.core.clock import Clock
+from slipstream.core.clock import Clock, VirtualClock
 from slipstream.environments.hosting import HostSetup
 from slipstream.environments.inline import InlinePool
 from slipstream.environments.pool import EpisodePool
@@ -70,32 +70,51 @@ def make_workers() -> Iterator[MakePool]:
 class KeptPools:
     """Pools of the tests of a file, by what they play. To start a worker takes longer than most tests.
 
-    A pool with a clock or limits of its own is for one test, and so is one that lost a worker or whose episode hangs.
+    What was started for a worker that a test has ended is there for the next test. A pool with an episode that hangs
+    at the end of a test is closed. Their time passes when a test says so: a call is late after 7 s of it.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], EnvironmentPool] = {}
-        self._in_use: dict[tuple[str, ...], EnvironmentPool] = {}
+        self._kept: dict[tuple[Any, ...], EnvironmentPool] = {}
+        self._in_use: dict[tuple[Any, ...], EnvironmentPool] = {}
         self._others: list[EnvironmentPool] = []
 
     def take(
-        self, played: Sequence[str] | None, sources: Sequence[EnvironmentSource], network: Network, **limits: Any
+        self,
+        played: Sequence[str] | None,
+        sources: Sequence[EnvironmentSource],
+        network: Network,
+        *,
+        clock: Clock | None = None,
+        step_limit_s: float = 7.0,
+        **limits: Any,
     ) -> EnvironmentPool:
-        """Return a pool for these `sources`: a kept one that has `played` the same, else a new one."""
-        if played is None or limits:
-            return start_workers(sources, self._others, network=network, **limits)
-        pool = self._kept.pop(tuple(played), None) or start_workers(sources, self._others, network=network)
-        self._in_use[tuple(played)] = pool
+        """Return a pool for these `sources`: a kept one that has `played` the same with the same limits, else a new
+        one."""
+        clock = clock or VirtualClock()
+        limits["step_limit_s"] = step_limit_s
+        if played is None:
+            return start_workers(sources, self._others, network=network, clock=clock, **limits)
+        key = (*played, *sorted(limits.items()))
+        pool = self._kept.pop(key, None)
+        if pool is None:
+            pool = start_workers(sources, self._others, network=network, clock=clock, **limits)
+        else:
+            pool._clock, pool.num_restarts = clock, 0
+            for site in pool._sites:
+                site.deadline_s = pool._clock.now_s() + GENEROUS_S  # of one that is not ready yet
+            pool.wait_ready()
+        self._in_use[key] = pool
         return pool
 
     def end_test(self) -> None:
-        for played, pool in self._in_use.items():
-            if pool.num_restarts == pool.num_calls == 0 and pool._closed_because is None:
+        in_use, self._in_use = self._in_use, {}
+        for played, pool in in_use.items():
+            if pool.num_calls == 0 and pool._closed_because is None:
                 for key in list(pool._by_key):
                     pool.shut(key)
                 until(pool, lambda pool=pool: not pool._site_of)  # type: ignore[misc]
                 self._kept[played] = pool
-        self._in_use.clear()
         kept = list(self._kept.values())
         for pool in self._others:
             if pool not in kept:
@@ -103,7 +122,7 @@ class KeptPools:
         self._others = kept
 
     def close(self) -> None:
-        for pool in self._kept.values():
+        for pool in (*self._others, *self._kept.values()):
             pool.close()
 
 
@@ -120,12 +139,18 @@ def kept_pools(_pools_of_the_file: KeptPools) -> Iterator[KeptPools]:
     _pools_of_the_file.end_test()
 
 
+@pytest.fixture
+def keep_workers(kept_pools: KeptPools) -> MakePool:
+    """As `make_workers`, of pools that the tests of a file share."""
+    return lambda *names, **limits: kept_pools.take(names, sources_of(names), "none", **limits)
+
+
 @pytest.fixture(params=["workers", "inline"])
 def make_pool(request: pytest.FixtureRequest) -> Callable[..., EpisodePool]:
     """Makes pools of either kind: what the tests of both say holds for both."""
     if request.param == "workers":
-        kept: KeptPools = request.getfixturevalue("kept_pools")
-        return lambda *names, **limits: kept.take(names, sources_of(names), "none", **limits)
+        keep: Callable[..., EpisodePool] = request.getfixturevalue("keep_workers")
+        return keep
     make: Callable[..., EpisodePool] = request.getfixturevalue("make_inline")
     return make
 

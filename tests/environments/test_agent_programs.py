@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from barriers import needs
@@ -17,7 +18,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
 from slipstream.environments.answers import LastWord, Lost
 from slipstream.environments.hosting import HostSetup
-from slipstream.environments.sources import make_source
+from slipstream.environments.sources import EnvironmentSource, make_source
 from slipstream.environments.workers import EnvironmentPool
 
 MakePool = Callable[..., EnvironmentPool]
@@ -87,6 +88,9 @@ MANY = """
 """
 
 
+WRITES = "import os; os.write(1, b'z\\n' * 1_000_000); print(0.5)"
+
+
 @pytest.fixture
 def make(make_agents_in_workers: MakePool) -> MakePool:
     needs_loopback()
@@ -96,13 +100,13 @@ def make(make_agents_in_workers: MakePool) -> MakePool:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    """A pool that plays `PROGRAM`, for tests at whose ends no episode is open and its worker lives; its clock, and
-    the folder of the program."""
+    """A pool that plays `PROGRAM` and `WRITES`, for tests at whose ends no episode is open and its worker lives; its
+    clock, and the folder of the programs."""
     needs_loopback()
     needs("network")
     clock = VirtualClock()
     folder = tmp_path_factory.mktemp("program")
-    sources = [make_source("program", command=script(folder, PROGRAM))]
+    sources = [make_source("program", command=script(folder, text)) for text in (PROGRAM, WRITES)]
     setup = HostSetup(sources, memory_bytes=512 << 20, step_limit_s=LIMIT_S, network="gateway")
     pool = EnvironmentPool(setup, num_workers=1, num_spares=0, clock=clock)
     try:
@@ -115,7 +119,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
 @pytest.mark.parametrize(
     ("do", "reason"),
     [
-        ("bomb", "timed out"),
+        pytest.param("bomb", "timed out", marks=pytest.mark.slow),  # as many as there may be: `MANY`
         ("output", "timed out"),
         pytest.param("sleep", "timed out", marks=pytest.mark.slow),
         ("memory", "exit code 1: MemoryError"),
@@ -173,9 +177,8 @@ def test_a_program_writes_nothing_outside_its_folder(kept: Kept) -> None:
     assert not any(Path(path).exists() for path in paths[:4])
 
 
-def test_much_on_standard_error_and_a_row_that_is_not_read_hold_nothing_up(make: MakePool, tmp_path: Path) -> None:
-    writes = script(tmp_path, "import os; os.write(1, b'z\\n' * 1_000_000); print(0.5)")
-    pool = make(("program", script(tmp_path, PROGRAM)), ("program", writes))
+def test_much_on_standard_error_and_a_row_that_is_not_read_hold_nothing_up(kept: Kept) -> None:
+    pool, *_ = kept
     pool.open("errors", 0, {"do": "errors", "reward": 1.0})
     pool.open("unread", 1, {"much": "x" * 1_000_000})
     assert rewards(ends(pool, 2)) == {"errors": 1.0, "unread": 0.5}
@@ -209,9 +212,23 @@ LIAR = """
 """
 
 
-def test_answers_of_a_program_for_all_are_its_own_word(make: MakePool, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def liar(tmp_path_factory: pytest.TempPathFactory) -> EnvironmentSource:
+    return make_source("lines", command=script(tmp_path_factory.mktemp("liar"), LIAR))
+
+
+@pytest.fixture
+def of_liar(kept_pools: Any, liar: EnvironmentSource) -> EnvironmentPool:
+    """A pool that plays `LIAR`, which the tests of the file share."""
+    needs_loopback()
+    needs("network")
+    pool: EnvironmentPool = kept_pools.take(["liar"], [liar], "gateway")
+    return pool
+
+
+def test_answers_of_a_program_for_all_are_its_own_word(of_liar: EnvironmentPool) -> None:
     """Nobody else knows which of its episodes has which reward; what is no answer is passed over."""
-    pool = make(("lines", script(tmp_path, LIAR)))
+    pool = of_liar
     pool.open("waits", 0, {"do": "wait"})
     pool.open("forges", 0, {"do": "forge", "reward": 1.0})
     pool.open("noisy", 0, {"do": "noise", "reward": 2.0})
@@ -242,9 +259,9 @@ def test_a_program_in_a_home_folder_is_run_from_a_copy_and_sees_none_of_it(
 
 @pytest.mark.parametrize(("do", "reason"), [("exit", "(exit code 1): no more"), ("long", "a line that is too long")])
 def test_a_program_for_all_that_ends_costs_those_it_plays_and_is_started_again(
-    make: MakePool, tmp_path: Path, do: str, reason: str
+    of_liar: EnvironmentPool, do: str, reason: str
 ) -> None:
-    pool = make(("lines", script(tmp_path, LIAR)))
+    pool = of_liar
     pool.open("waits", 0, {"do": "wait"})
     pool.open("ends", 0, {"do": do})
     told = ends(pool, 2)
@@ -261,10 +278,8 @@ def test_a_program_for_all_that_ends_costs_those_it_plays_and_is_started_again(
     assert pool.num_restarts == 0
 
 
-def test_a_program_for_all_that_reads_nothing_is_killed_before_too_much_waits_for_it(
-    make: MakePool, tmp_path: Path
-) -> None:
-    pool = make(("lines", script(tmp_path, LIAR)))
+def test_a_program_for_all_that_reads_nothing_is_killed_before_too_much_waits_for_it(of_liar: EnvironmentPool) -> None:
+    pool = of_liar
     for key in range(24):
         pool.open(key, 0, {"do": "deaf", "much": "x" * (1 << 20)})
     told = until(pool, lambda: pool.num_open < 24)

@@ -628,7 +628,8 @@ def test_what_is_sampled_is_what_is_read_and_trained(name: str, rng: random.Rand
 @pytest.mark.parametrize("name", with_slow(["llama3.1"], ["no template", "qwen2.5"]))
 def test_episodes_go_on_fork_and_are_refused(name: str) -> None:
     """That is, the property above is about something."""
-    seen = Counter(one for seed in range(40) for one in play_anything(random.Random(seed), spoken(name)))
+    num_seeds = 20 if name == "llama3.1" else 40
+    seen = Counter(one for seed in range(num_seeds) for one in play_anything(random.Random(seed), spoken(name)))
     assert min(seen["on"], seen["rendered"], seen["refused"]) > 0
     assert seen["on"] > 20
 

@@ -24,6 +24,7 @@ from slipstream.core import lifeline
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import save_config
 from slipstream.core.sections import ModelConfig
+from slipstream.environments.checks import check_environments
 from slipstream.environments.given import with_given_environment
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
@@ -367,7 +368,9 @@ LATER = [  # needs the user's code, the data or the model
         },
         template=EXTENDS.replace("<me>", "<assistant>"),
     ),
-    given("step raises, from Python", (TRIED, "KeyError: 'board'"), environment=objects["Raises"]),
+    given(
+        "step raises, from Python", (TRIED, "KeyError: 'board'", "prompt, answer, kind"), environment=objects["Raises"]
+    ),
     given(
         "a method without types",
         ("tool 'move'", "missing a type hint"),
@@ -450,7 +453,9 @@ LIKE_OTHERS = {  # of the same kind as one that stays, or told of by a test of f
     "an agent that raises",
     "an agent that raises, from Python",
     "a tool without words",
-    "an untyped tool, from Python",
+    "a tool without types",
+    "step returns nonsense",
+    "no network",
 }
 CASES = [
     pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.name in LIKE_OTHERS else [])
@@ -465,8 +470,12 @@ def test_python_says_what_is_wrong(case: Case, place: Path) -> None:
     check_said(str(caught.value), case.words)
 
 
+EARLY_OF_FILES = [case for case in EARLY if not case.given]
 OF_FILES = [
-    *(pytest.param(case, id=case.name) for case in EARLY if not case.given),
+    *(
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if number % 4 else [])
+        for number, case in enumerate(EARLY_OF_FILES)
+    ),
     *(pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in LATER[::5] if not case.given),
 ]
 
@@ -482,7 +491,7 @@ def test_the_command_says_the_same(case: Case, place: Path, capsys: pytest.Captu
 
 def test_early_errors_come_before_torch(place: Path) -> None:
     """In one new interpreter, as this one has it."""
-    lines = [json.dumps([case.name, tables_of(case, place)]) for case in EARLY if not case.given]
+    lines = [json.dumps([case.name, tables_of(case, place)]) for case in EARLY_OF_FILES]
     (place / "cases.jsonl").write_text("\n".join(lines))
     done = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -509,7 +518,8 @@ for line in open("cases.jsonl"):
 def test_what_is_right_begins(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = lifeline.command  # the run's own nursery imports nothing either
     monkeypatch.setattr(lifeline, "command", lambda _, *arguments: command("bare_nursery", *arguments))
-    tables = over(BASE, {"environment": {"class": GOOD}, "host": "process"})
+    tables = over(BASE, {"environment": {"class": GOOD, "variables": ["SLIPSTREAM_NO_SUCH_KEY"]}, "host": "process"})
+    monkeypatch.setenv("SLIPSTREAM_NO_SUCH_KEY", "")
     with pytest.raises(Started):
         slipstream.run(tables, out=place / "begun", display=False)
 
@@ -517,11 +527,13 @@ def test_what_is_right_begins(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_variables_that_are_set_are_no_fault_and_reading_asks_for_none(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = over(BASE, {"environment": {"class": GOOD, "variables": ["SLIPSTREAM_NO_SUCH_KEY"]}, "host": "process"})
-    assert resolve(tables).environment.variables == ["SLIPSTREAM_NO_SUCH_KEY"]
+    """`test_what_is_right_begins` has one in a whole run."""
+    config = resolve(over(BASE, {"environment": {"class": GOOD, "variables": ["SLIPSTREAM_NO_SUCH_KEY"]}}))
+    assert config.environment.variables == ["SLIPSTREAM_NO_SUCH_KEY"]
+    with pytest.raises(ConfigError, match="SLIPSTREAM_NO_SUCH_KEY, not set here"):
+        check_environments(config, None)
     monkeypatch.setenv("SLIPSTREAM_NO_SUCH_KEY", "")
-    with pytest.raises(Started):
-        slipstream.run(tables, out=place / "begun", display=False)
+    check_environments(config, None)
 
 
 def test_a_run_of_python_goes_on_with_its_environment_only(place: Path) -> None:

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,28 +99,23 @@ def make(make_agents_in_workers: MakePool) -> MakePool:
     return make_agents_in_workers
 
 
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> str:
+    [_, path] = script(tmp_path_factory.mktemp("agent"), AGENT)
+    return f"{path}:run"
+
+
 @pytest.fixture
-def make_of(tmp_path: Path) -> Iterator[MakePool]:
-    """Makes pools of agents' own sources."""
+def of_agent(kept_pools: Any, agent: str) -> EnvironmentPool:
+    """A pool of two workers for `AGENT`, which the tests of the file share."""
     needs_loopback()
-    pools: list[EnvironmentPool] = []
-
-    def make(kind: str, *, step_limit_s: float = 120.0, num_workers: int = 1, **also: Any) -> EnvironmentPool:
-        [_, path] = script(tmp_path, AGENT)
-        source = make_source(kind, f"{path}:run")
-        setup = hosting.HostSetup([source], memory_bytes=512 << 20, step_limit_s=step_limit_s, network="gateway")
-        pools.append(EnvironmentPool(setup, num_workers=num_workers, num_spares=0, **also))
-        pools[-1].wait_ready()
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
+    pool: EnvironmentPool = kept_pools.take([agent], [make_source("agent", agent)], "gateway", num_workers=2)
+    return pool
 
 
-def test_nothing_but_the_gateway_can_be_reached(make_of: MakePool) -> None:
+def test_nothing_but_the_gateway_can_be_reached(of_agent: EnvironmentPool) -> None:
     needs("network", "syscalls")
-    pool = make_of("agent")
+    pool = of_agent
     assert pool.isolation >= {"network", "syscalls"}
     rows: list[dict[str, Any]] = []
     name = f"\0slipstream-{os.getpid()}"
@@ -159,10 +154,10 @@ def test_nothing_but_the_gateway_can_be_reached(make_of: MakePool) -> None:
                 one.accept() if one is not datagrams else one.recv(10)
 
 
-def test_one_worker_knows_no_keys_of_another(make_of: MakePool) -> None:
+def test_one_worker_knows_no_keys_of_another(of_agent: EnvironmentPool) -> None:
     """Those of its own it may: all of its episodes share a process."""
     needs("processes")
-    pool = make_of("agent", num_workers=2)
+    pool = of_agent
     until(pool, lambda: all(site.is_ready for site in pool._sites))
     pool.open("shows", 0, {"do": "show"})
     [first] = wait_for(pool, 1)
@@ -200,7 +195,7 @@ LIES: dict[str, Callable[[int], str]] = {
     "stuck without being late": lambda number: forged(hosting.Stuck(number)),
     "the end of no episode": lambda _: forged(hosting.Closed(1_000, 1.0)),
 }
-"""By the number that the pool gives the episode: the first one's is 0."""
+"""By the number that the pool gives the episode."""
 
 
 SOME = ("the same request twice", "a reward that is none")
@@ -211,22 +206,23 @@ SOME = ("the same request twice", "a reward that is none")
     [SOME, pytest.param([lie for lie in LIES if lie not in SOME], marks=pytest.mark.slow)],
     ids=["some", "others"],
 )
-def test_a_lie_to_the_pool_costs_its_worker(make_of: MakePool, lies: Sequence[str]) -> None:
-    pool = make_of("agent")
-    for number, lie in enumerate(lies):
+def test_a_lie_to_the_pool_costs_its_worker(of_agent: EnvironmentPool, lies: Sequence[str]) -> None:
+    pool = of_agent
+    for count, lie in enumerate(lies, start=1):
+        number = next(pool._numbers) + 1
         pool.open(lie, 0, {"do": "frames", "bytes": LIES[lie](number), "reward": 9.0})
         [one] = ends(pool, 1).values()
         assert isinstance(one, Lost), one
         assert "bad output" in one.reason
         assert one.is_guilty is True
-        assert pool.num_restarts == number + 1
+        assert pool.num_restarts == count
     pool.open("next", 0, {"do": "talk", "reward": 2.0})
     assert rewards(ends(pool, 1)) == {"next": 2.0}
 
 
-def test_requests_of_unknown_episodes_are_passed_over(make_of: MakePool) -> None:
+def test_requests_of_unknown_episodes_are_passed_over(of_agent: EnvironmentPool) -> None:
     """An episode that has ended may have sent one a moment ago."""
-    pool = make_of("agent")
+    pool = of_agent
     pool.open("a", 0, {"do": "frames", "bytes": forged(hosting.AskedTurn(99, 0, ASK)), "reward": 9.0})
     assert rewards(ends(pool, 1)) == {"a": 9.0}
     assert pool.num_restarts == 0
@@ -328,9 +324,9 @@ def test_a_worker_that_dies_leaves_its_episodes_as_suspects(make: MakePool) -> N
     assert one.reward == 3.0
 
 
-@pytest.mark.slow  # as of environments: `test_workers.py`
-def test_many_workers_go_on_after_any_number_of_deaths(make_of: MakePool) -> None:
-    pool = make_of("agent", num_workers=2)
+@pytest.mark.slow  # with two workers, `test_a_lie_to_the_pool_costs_its_worker`
+def test_many_workers_go_on_after_any_number_of_deaths(of_agent: EnvironmentPool) -> None:
+    pool = of_agent
     for number in range(3):
         pool.open(number, 0, {"do": "die"})
         assert isinstance(ends(pool, 1)[number], Lost)

@@ -29,6 +29,12 @@ MakePool = Callable[..., EnvironmentPool]
 LIMIT_S = 7.0
 
 
+@pytest.fixture
+def hostile(keep_workers: MakePool) -> EnvironmentPool:
+    """A pool with a worker that lives, whatever the tests before have done to theirs."""
+    return keep_workers("Hostile", "AsyncHostile", step_limit_s=LIMIT_S, clock=VirtualClock())
+
+
 def trees(pool: EnvironmentPool) -> set[int]:
     keepers = {site.host._keeper.pid for site in pool._sites}  # type: ignore[attr-defined]
     return keepers.union(*map(below, keepers))
@@ -64,8 +70,8 @@ def test_episodes_stay_on_the_worker_that_has_the_fewest(make_workers: MakePool)
     }
 
 
-def test_a_worker_that_dies_takes_its_episodes_along(make_workers: MakePool) -> None:
-    pool = make_workers("Hostile")
+def test_a_worker_that_dies_takes_its_episodes_along(hostile: EnvironmentPool) -> None:
+    pool = hostile
     opened(pool, ["dies", "idle"], 0)
     pool.take("dies", 1, {"content": "die"})
     told = wait_for(pool, 2)
@@ -79,8 +85,8 @@ def test_a_worker_that_dies_takes_its_episodes_along(make_workers: MakePool) -> 
     assert pool.num_restarts == 1
 
 
-def test_who_of_several_ended_a_worker_is_not_known(make_workers: MakePool) -> None:
-    pool = make_workers("Hostile", "AsyncHostile")
+def test_who_of_several_ended_a_worker_is_not_known(hostile: EnvironmentPool) -> None:
+    pool = hostile
     opened(pool, ["dies", "idle"], 0)
     opened(pool, ["waits"], 1)
     pool.take("waits", 1, {"content": "wait"})
@@ -89,12 +95,11 @@ def test_who_of_several_ended_a_worker_is_not_known(make_workers: MakePool) -> N
     assert guilt(wait_for(pool, 3)) == {"dies": None, "waits": None, "idle": False}
 
 
-def test_a_pool_opens_episodes_again_after_any_number_of_deaths(make_workers: MakePool) -> None:
-    pool = make_workers("Hostile", num_workers=2)
-    for number in range(3):  # one more than there are workers
-        opened(pool, [number], 0)
-        assert isinstance(asked(pool, number, "die"), Lost)
-    assert pool.num_restarts == 3
+def test_a_pool_opens_episodes_again_after_any_number_of_deaths(hostile: EnvironmentPool) -> None:
+    for number in range(3):  # as many as workers may fail to start in a row
+        opened(hostile, [number], 0)
+        assert isinstance(asked(hostile, number, "die"), Lost)
+    assert hostile.num_restarts == 3
 
 
 @pytest.mark.parametrize(
@@ -106,10 +111,10 @@ def test_a_pool_opens_episodes_again_after_any_number_of_deaths(make_workers: Ma
     ],
 )
 def test_output_that_is_no_message_ends_the_worker(
-    make_workers: MakePool, attack: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    hostile: EnvironmentPool, attack: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "_KEEPER_GRACE_S", 0.5)  # who has closed its connection goes on all the same
-    pool = make_workers("Hostile")
+    pool = hostile
     opened(pool, ["bad"], 0)
     assert reason in text(asked(pool, "bad", attack))
     opened(pool, ["good"], 0)
@@ -145,28 +150,31 @@ REALLY_FORGED = ("a role of the policy's",)
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[] if what in REALLY_FORGED else pytest.mark.slow) for what in FORGED]
 )
-def test_a_forged_answer_ends_the_worker(make_workers: MakePool, what: str) -> None:
-    pool = make_workers("Hostile")
+def test_a_forged_answer_ends_the_worker(hostile: EnvironmentPool, what: str) -> None:
+    pool = hostile
     opened(pool, ["bad"], 0)
     opened(pool, ["idle"], 0)
-    pool.take("bad", 1, {"content": f"forge {frame(FORGED[what]).hex()}"})
+    message = FORGED[what]
+    if hasattr(message, "episode"):  # the pool has had others
+        message = msgspec.structs.replace(message, episode=pool._by_key["bad"].number + message.episode)
+    pool.take("bad", 1, {"content": f"forge {frame(message).hex()}"})
     told = wait_for(pool, 2)
     assert guilt(told) == {"bad": True, "idle": False}
     assert "bad output" in text(next(one for one in told if one.key == "bad"))
 
 
-def test_an_answer_given_twice_ends_the_worker(make_workers: MakePool) -> None:
+def test_an_answer_given_twice_ends_the_worker(hostile: EnvironmentPool) -> None:
     """A forged one for the call in hand cannot be told from a true one, until the true one comes."""
-    pool = make_workers("Hostile")
+    pool = hostile
     opened(pool, ["bad"], 0)
-    pool.take("bad", 1, {"content": f"forge {frame(spoke(0, 1)).hex()}"})
+    pool.take("bad", 1, {"content": f"forge {frame(spoke(pool._by_key['bad'].number, 1)).hex()}"})
     forged, lost = wait_for(pool, 2)
     assert isinstance(forged, Said)
     assert text(lost) == "another episode of its worker: worker sent bad output: an answer to no question"
 
 
-def test_an_environment_that_forks_and_returns_answers_once(make_workers: MakePool) -> None:
-    pool = make_workers("Hostile", "AsyncHostile")
+def test_an_environment_that_forks_and_returns_answers_once(hostile: EnvironmentPool) -> None:
+    pool = hostile
     opened(pool, ["plain"], 0)
     opened(pool, ["async"], 1)
     for turn in (1, 2, 3):
@@ -240,10 +248,10 @@ def test_files_network_secrets_and_processes_are_out_of_reach(
     assert int(told[7]) <= 4
 
 
-def test_what_holds_the_interpreter_costs_its_worker(make_workers: MakePool) -> None:
+def test_what_holds_the_interpreter_costs_its_worker(hostile: EnvironmentPool) -> None:
     """Nothing in the worker runs any more, so it cannot say that it is stuck."""
-    clock = VirtualClock()
-    pool = make_workers("Hostile", step_limit_s=LIMIT_S, clock=clock)
+    pool, clock = hostile, hostile._clock
+    assert isinstance(clock, VirtualClock)
     opened(pool, ["holds", "idle"], 0)
     pool.take("holds", 1, {"content": "hold_the_lock"})
     pool.poll()
@@ -253,10 +261,10 @@ def test_what_holds_the_interpreter_costs_its_worker(make_workers: MakePool) -> 
     assert guilt(wait_for(pool, 2)) == {"holds": True, "idle": False}
 
 
-def test_a_worker_that_is_stopped_is_ended(make_workers: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_stopped_is_ended(hostile: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_KEEPER_GRACE_S", 0.5)  # its keeper is stopped, too
-    clock = VirtualClock()
-    pool = make_workers("Hostile", step_limit_s=LIMIT_S, clock=clock)
+    pool, clock = hostile, hostile._clock
+    assert isinstance(clock, VirtualClock)
     opened(pool, ["a", "b", "c"], 0)
     for pid in trees(pool):
         os.kill(pid, signal.SIGSTOP)
@@ -276,11 +284,11 @@ def test_an_environment_that_cannot_be_imported_is_an_error_before_anything_star
         make_workers("Nothing")
 
 
-def test_more_episodes_than_fit_wait_for_room(make_workers: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_episodes_than_fit_wait_for_room(hostile: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.environments.pool.MAX_EPISODES_PER_HOST", 2)
-    pool = make_workers("Diary")
+    pool = hostile
     for key in range(3):
-        pool.open(key, 0, {"name": "n"})
+        pool.open(key, 0, {})
     assert {one.key for one in wait_for(pool, 2)} == {0, 1}
     assert pool.num_open == 3
     assert pool.next_deadline_s() is None

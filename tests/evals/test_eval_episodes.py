@@ -6,6 +6,7 @@ import asyncio
 import json
 import zlib
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -170,7 +171,8 @@ def finished_run(out: Path, **more: Any) -> tuple[Path, list[PendingEvaluation]]
         environment = {"class_path": f"{out.parent / 'source.py'}:Echo"}
         terms = {"terms": [{"function": f"{out.parent / 'source.py'}:vowels", "weight": 0.5}], "dry_call": False}
         tables = recipe(environment, rewards=terms, host="inline", groups_per_step=4, completions_per_group=4)
-        slipstream.run(tables, overrides=more, out=out, display=False)
+        tables["model"] = {"path": str(out.parent / "model")}
+        assert slipstream.run(tables, overrides=more, out=out, display=False).status == "done"
     return out, heard
 
 
@@ -183,7 +185,9 @@ Run = tuple[Path, list[PendingEvaluation]]
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Run:
-    return finished_run(folder / "run", steps=1, trainer={"optimizer": {"lr": 0.01}})
+    """A run of a step, and of the stage that evaluates what comes of it."""
+    stages = {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 4, "num_samples": 1}}
+    return finished_run(folder / "run", steps=1, trainer={"optimizer": {"lr": 0.01}}, **stages)
 
 
 @pytest.fixture(scope="module")
@@ -452,31 +456,23 @@ def test_bad_input_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], 
         evaluate_model(folder / "model", recipe=recipe({}), environment=Crowd, num_prompts=NUM_PROMPTS + 1)
 
 
-@pytest.fixture(scope="module")
-def chain(folder: Path) -> dict[str, Any]:
-    """The evaluation that the stage makes of a run of episodes, and what its table says."""
-    environment = {"class_path": f"{folder / 'source.py'}:Echo"}
-    more = {"stages": ["rl", "evaluate"], "evaluation": {"num_prompts": 4, "num_samples": 2}, "host": "inline"}
-    tables = recipe(environment, **more, steps=1, groups_per_step=2, completions_per_group=4)
-    tables["eval"] |= {"num_prompts": 2}
-    tables["model"] = {"path": str(folder / "model")}
-    result = slipstream.run(tables, out=folder / "chain", display=False)
-    assert result.status == "done"
-    found: dict[str, Any] = json.loads((folder / "chain" / "evaluation.json").read_text())
-    return found
-
-
-def test_the_stage_evaluate_plays_episodes(chain: dict[str, Any], folder: Path) -> None:
-    for moment in ("before", "after"):
-        found = chain[moment]
-        assert found["lengths"]["count"] == 8
+def test_the_stage_evaluate_plays_episodes(trained: Run) -> None:
+    """They are those that the run sampled before its first step and after its last."""
+    run_dir, evaluations = trained
+    stage: dict[str, Any] = json.loads((run_dir / "evaluation.json").read_text())
+    sampled = [[one.answers[ordinal] for ordinal in range(4)] for one in evaluations if one.temperature == 1.0]
+    assert len(sampled) == 2
+    for moment, answers in zip(("before", "after"), sampled, strict=True):
+        found = stage[moment]
+        assert found["lengths"]["count"] == len(answers)
         assert 1 <= found["episodes"]["mean_turns"] <= 3
         assert found["episodes"]["num_failed"] == 0
-        assert found["gold"]["mean_score"] == pytest.approx(found["episodes"]["mean_reward"])
+        assert found["gold"]["mean_score"] == pytest.approx(fmean(one.reward for one in answers))
+        parts = [one.reward_parts["environment"] for one in answers]
+        assert found["episodes"]["mean_reward"] == pytest.approx(fmean(parts))
         assert "win_rate" not in found["gold"], "an episode has no reference"
-    assert chain["before"]["drift"]["kl"]["per_token"] == pytest.approx(0, abs=1e-5)
-    sampled = evaluate_model(folder / "chain", num_prompts=4, num_samples=2)
-    assert chain["after"]["gold"]["mean_score"] == pytest.approx(sampled.sampled_reward)
+    assert stage["before"]["drift"]["kl"]["per_token"] == pytest.approx(0, abs=1e-5)
+    assert stage["after"]["drift"]["kl"]["per_token"] > 1e-4, "another policy than before"
 
 
 def test_stages_that_play_no_episodes_are_refused(folder: Path) -> None:

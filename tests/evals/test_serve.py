@@ -128,6 +128,11 @@ def client_of(serving: Serving, key: str = "any") -> OpenAI:
     return OpenAI(base_url=serving.base_url, api_key=key, max_retries=0, timeout=GENEROUS_S, http_client=plain)
 
 
+def async_client_of(serving: Serving) -> AsyncOpenAI:
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
+    return AsyncOpenAI(base_url=serving.base_url, api_key="any", max_retries=0, timeout=GENEROUS_S, http_client=plain)
+
+
 def ask(serving: Serving, text: str, **more: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": text}]
     extra = {"return_token_ids": True} | more.pop("extra", {})
@@ -145,7 +150,7 @@ def at_once(serving: Serving, num: int, **more: Any) -> list[Any]:
     """Ask `num` chats at once, of few different texts."""
 
     async def whole() -> list[Any]:
-        async with AsyncOpenAI(base_url=serving.base_url, api_key="any", max_retries=0, timeout=GENEROUS_S) as client:
+        async with async_client_of(serving) as client:
             chats: list[list[Any]] = [[{"role": "user", "content": WORDS[i % len(WORDS)]}] for i in range(num)]
             asks = [client.chat.completions.create(model="any", messages=chat, **more) for chat in chats]
             return await asyncio.gather(*asks, return_exceptions=True)
@@ -158,10 +163,12 @@ def at_once(serving: Serving, num: int, **more: Any) -> list[Any]:
 
 def test_greedy_chats_at_once_are_those_of_transformers(serving: Serving, oracle: Oracle) -> None:
     answers = at_once(serving, 14, temperature=0, max_tokens=12, extra_body={"return_token_ids": True})
+    asked = [oracle.chat_ids(text) for text in WORDS]
+    expected = [oracle.greedy(ids, 12) for ids in asked]
     for i, answer in enumerate(answers):
-        ids = oracle.chat_ids(WORDS[i % len(WORDS)])
+        ids = asked[i % len(WORDS)]
         assert answer.prompt_token_ids == ids
-        assert answer.choices[0].token_ids == oracle.greedy(ids, 12)
+        assert answer.choices[0].token_ids == expected[i % len(WORDS)]
         assert answer.choices[0].message.content == oracle.text(answer.choices[0].token_ids)
         assert answer.usage.total_tokens == len(ids) + len(answer.choices[0].token_ids)
 
@@ -533,8 +540,7 @@ def test_overload(folder: Path, scripted: Callable[..., ScriptedEngine]) -> None
     with slipstream.serve(folder, slots=2, max_waiting=3) as serving:
 
         async def whole() -> list[Any]:
-            base = {"base_url": serving.base_url, "api_key": "any", "max_retries": 0, "timeout": GENEROUS_S}
-            async with AsyncOpenAI(**base) as client:  # type: ignore[arg-type]
+            async with async_client_of(serving) as client:
                 waiting = {
                     asyncio.ensure_future(client.completions.create(model="any", prompt="x", max_tokens=3))
                     for _ in range(9)
@@ -622,13 +628,15 @@ def test_a_web_site_cannot_ask_without_a_key(serving: Serving, headers: dict[str
         refused.value.close()
 
 
-def test_what_waits_is_refused_when_the_server_ends(folder: Path, scripted: Callable[..., ScriptedEngine]) -> None:
+def test_what_waits_is_refused_when_the_server_ends(
+    folder: Path, scripted: Callable[..., ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_module, "ENGINE_END_S", 0.1)  # this one does not end
     engine = scripted()
     serving = slipstream.serve(folder, slots=1)
 
     async def whole() -> list[Any]:
-        base = {"base_url": serving.base_url, "api_key": "any", "max_retries": 0, "timeout": GENEROUS_S}
-        async with AsyncOpenAI(**base) as client:  # type: ignore[arg-type]
+        async with async_client_of(serving) as client:
             asks = [client.completions.create(model="any", prompt="x", max_tokens=3) for _ in range(3)]
             waiting = [asyncio.ensure_future(one) for one in asks]
             await client.models.list()

@@ -16,15 +16,13 @@ import asyncio
 import importlib.util
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
-from safetensors.numpy import load_file
 
 STEP_S = 0.002
 BLOCK = 4  # tokens
@@ -45,6 +43,8 @@ def scripted(position: int) -> int:
 
 def scripted_logprobs(tokens: list[int], vocab_size: int) -> Any:
     """float64 [T, V] of what comes behind each token: a function of it, its place and all before."""
+    import numpy as np  # not by every process: it is half of what starting one takes
+
     states = np.array(tokens) + 0.1 * np.arange(len(tokens)) + 0.01 * np.cumsum(tokens)
     logits = 3 * np.sin(np.outer(1 + states, 1 + np.arange(vocab_size)))
     return logits - np.log(np.exp(logits).sum(1, keepdims=True))
@@ -55,13 +55,18 @@ def first_number(push: str, tensor: str) -> float:
     told = json.loads(Path(push).read_text())
     [part, offset, *_], *_ = next(boxes for name, _, _, boxes in told["tensors"] if name == tensor)
     path, _, _, start, _ = told["parts"][part]
-    return float(np.fromfile(path, np.float32, 1, offset=start + offset)[0])
+    with Path(path).open("rb") as file:
+        file.seek(start + offset)
+        (number,) = struct.unpack("<f", file.read(4))
+    return float(number)
 
 
 class Script:
     """Tokens that count up, and one logprob for all of them."""
 
     def __init__(self, folder: str, adapter: str = "", push: str = "") -> None:
+        if not push:
+            from safetensors.numpy import load_file
         if adapter:
             tensors = load_file(Path(adapter) / "adapter_model.safetensors")
             self.weight = float(next(tensor for name, tensor in sorted(tensors.items()) if "lora_B" in name)[0, 0])
@@ -115,6 +120,8 @@ class OwnModel:
             return torch.log_softmax(self.model.logits(hidden).double() / temperature, -1).numpy()
 
     def next(self, request: SimpleNamespace) -> tuple[int, float]:
+        import numpy as np
+
         logprobs = self.logprobs(request.tokens, request.temperature or 1.0)[-1]
         noise = np.random.default_rng([request.seed, request.num_new]).gumbel(size=len(logprobs))
         token = int((logprobs + noise * (request.temperature > 0)).argmax())
@@ -254,6 +261,8 @@ class FakeLLM:
                 os.kill(os.getpid(), 9)
             await asyncio.sleep(3600)
         await asyncio.sleep(STEP_S)
+        import numpy as np
+
         flat = SimpleNamespace(token_ids=[], logprobs=[], start_indices=[0], end_indices=[0])
         for row, token in zip(self.model.logprobs(tokens), tokens[1:], strict=False):
             best = np.argsort(-row, kind="stable")[: params.prompt_logprobs]

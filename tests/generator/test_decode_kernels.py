@@ -176,15 +176,18 @@ def test_biases_are_added_by_products_where_these_do_so(
     assert e4m3.adds_bias.__wrapped__(torch.device("cpu")) == adds
 
 
-def test_adapters_and_experts_are_beside_fused_kernels(count: Callable[..., Counter[str]]) -> None:
+@pytest.mark.parametrize("what", with_slow(["adapters"], ["experts"]))
+def test_adapters_and_experts_are_beside_fused_kernels(what: str, count: Callable[..., Counter[str]]) -> None:
+    """`test_kernel_counts.py` counts all kernels of mixtures of experts, in the usual tests too."""
     lora = LoraConfig(rank=4, targets=["q_proj", "down_proj"])
-    for config, options in ((CONFIG, {"lora": lora}), (MIXTURE, {})):
-        plain, fused = (count(config, "bfloat16", fused=fused, **options) for fused in (False, None))
-        assert fused["add_norm_kernel"] == 2
-        assert fused["silu_mul_kernel"] == 1
-        assert plain.total() - fused.total() == (4 if config is CONFIG else 7), (plain, fused)
+    config, options = (CONFIG, {"lora": lora}) if what == "adapters" else (MIXTURE, {})
+    plain, fused = (count(config, "bfloat16", fused=fused, **options) for fused in (False, None))
+    assert fused["add_norm_kernel"] == 2
+    assert fused["silu_mul_kernel"] == 1
+    assert plain.total() - fused.total() == (4 if config is CONFIG else 7), (plain, fused)
 
 
+@pytest.mark.slow
 def test_layers_of_another_kind_run_as_they_are(count: Callable[..., Counter[str]]) -> None:
     found = count(CONFIGS["gpt2"], "bfloat16", fused=None)
     assert not {name for name in found if name.endswith("_kernel")}

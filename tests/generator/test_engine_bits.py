@@ -20,7 +20,7 @@ from slipstream.models.linear import linear
 def test_alone_crowd_and_any_number_of_slots(num_threads: int, num_kv_heads: int) -> None:
     """Also in a mixture of experts (0), which multiplies rows of the same expert together."""
     model = random_model(num_kv_heads=num_kv_heads) if num_kv_heads else random_mixture()
-    batch = requests(4, 3, max_new_tokens=12)
+    batch = requests(4, 3, max_new_tokens=8)
     crowd = run(new_engine(model, num_slots=24), batch)
     for num_slots, prefill_tokens in ((1, 8), (5, 2048), (8, 40), (13, 64)):
         part = batch[::3] if num_slots == 1 else batch  # one after the other: as long as all others together
@@ -37,7 +37,7 @@ def test_alone_crowd_and_any_number_of_slots(num_threads: int, num_kv_heads: int
 def test_others_joining_and_leaving_change_nothing(num_threads: int) -> None:
     model = random_model()
     batch = requests(8, 2)
-    lengths = [3, 20, 9, 13, 1, 8, 20, 5]
+    lengths = [3, 14, 9, 11, 1, 8, 14, 5]
     batch = [dataclasses.replace(request, max_new_tokens=lengths[request.ordinal]) for request in batch]
     alone = {(r.ordinal, r.sample): run(new_engine(model), [r])[r.ordinal, r.sample] for r in batch}
     engine = new_engine(model, num_slots=11)
@@ -57,8 +57,8 @@ def test_length_buckets_of_the_company_change_nothing(num_threads: int) -> None:
     """Heads wide enough for buckets; sequences that pass the ends of several, beside short and long ones."""
     model = random_model(head_dim=16, max_positions=320)
     lengths = [30, 31, 32, 33, 63, 64, 95, 126, 127, 128, 129, 159, 250]
-    batch = [Request(i, 0, random_prompt(n, seed=i), max_new_tokens=5) for i, n in enumerate(lengths)]
-    longest = Request(99, 0, random_prompt(2), max_new_tokens=135)
+    batch = [Request(i, 0, random_prompt(n, seed=i), max_new_tokens=4) for i, n in enumerate(lengths)]
+    longest = Request(99, 0, random_prompt(60), max_new_tokens=77)
     crowd = run(new_engine(model, max_len=320, stop_token_ids=[]), [longest, *batch])
     for request in [longest, *batch]:
         alone = run(new_engine(model, max_len=320, stop_token_ids=[]), [request])

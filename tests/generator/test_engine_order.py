@@ -206,7 +206,7 @@ def test_rows_close_up_when_nobody_waits() -> None:
 
 
 def test_every_stop_token_ends_a_completion() -> None:
-    model, batch = random_model(), [request(0, 5, 16)]
+    model, batch = random_model(), [request(0, 5, 8)]
     [whole] = run(new_engine(model, stop_token_ids=[]), batch).values()
     for token in set(whole.tokens.tolist()):
         first = whole.tokens.tolist().index(token)

@@ -23,7 +23,7 @@ from slipstream.generator.slot_runner import SlotRunner
 MODEL = random_model()
 MAX_LEN = 48  # 3 pages
 FEWEST_PAGES = 4
-MOST_STEPS = 600  # 14 completions of 10 tokens: 140 steps one by one, as many again for chunks that were made in vain
+MOST_STEPS = 600  # 14 completions of 7 tokens: 98 steps one by one, as many again for chunks that were made in vain
 Key = tuple[int, int]
 
 
@@ -46,7 +46,7 @@ def slots(num_rows: int) -> SlotRunner:
 def sampled_in_several_ways() -> list[Request]:
     """Six prompts, the first of one token, two completions each; cut, greedy and plain; two begun elsewhere."""
     ways = [{"top_k": 5, "top_p": 0.9, "keep_sets": True}, {"temperature": 0.0}, {}, {"temperature": 0.7, "min_p": 0.1}]
-    batch = requests(6, 2, max_new_tokens=10)
+    batch = requests(6, 2, max_new_tokens=7)
     batch = [replace(r, prompt_tokens=r.prompt_tokens[:1]) if r.ordinal == 0 else r for r in batch]
     batch = [replace(request, **ways[index % 4]) for index, request in enumerate(batch)]  # type: ignore[arg-type]
     elsewhere = new_engine(slots(2), version=-1)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from covering import with_slow
+from covering import covering, with_slow
 from drawn import drawn
 from engine_kit import STOP, assert_same_bits, drain, fill, random_model, random_prompt, run
 from episode_kit import Script, check_turn, play
@@ -142,7 +142,7 @@ def without_parking(scripts: tuple[Script, ...]) -> dict[int, list[Finished]]:
     return play(new_engine(parked_tokens=0), scripts)
 
 
-LONG = tuple(Script(i, 3 + 5 * i, (4, 0, 9, 1), max_new_tokens=5, delays=(i, 3 - i % 3, 2 * i % 5)) for i in range(5))
+LONG = tuple(Script(i, 3 + 5 * i, (4, 0, 9, 1), max_new_tokens=4, delays=(i, 3 - i % 3, 2 * i % 5)) for i in range(5))
 
 
 @BOTH
@@ -214,7 +214,7 @@ def test_company_changes_no_bit_of_long_contexts() -> None:
             prefill_chunk=64, parked_tokens=None,
         )  # fmt: skip
 
-    scripts = [Script(i, 20 + 31 * i, (70, 3, 90), max_new_tokens=8, delays=(5 * i, 2)) for i in range(3)]
+    scripts = [Script(i, 20 + 31 * i, (70, 3, 90), max_new_tokens=5, delays=(5 * i, 2)) for i in range(3)]
     crowd = play(engine(16, 100), scripts)
     for script in scripts:
         alone = play(engine(1, 512), [script])
@@ -370,8 +370,11 @@ def test_sessions_that_fill_the_memory_and_wait_make_room_for_the_first() -> Non
     assert paged_runner(engine).num_free_pages == 7
 
 
-@BOTH
-@pytest.mark.parametrize("parked_tokens", [0, None])
+@pytest.mark.parametrize(
+    ("parked_tokens", "is_paged"),
+    covering([0, None], [False, True]),
+    ids=["0-slots", "0-pages", "None-slots", "None-pages"],
+)
 def test_the_prefix_cache_keeps_prompts_and_no_later_turn(is_paged: bool, parked_tokens: int | None) -> None:
     engine = new_engine(is_paged, parked_tokens=parked_tokens, prefix_cache_tokens=500)
     turns = play(engine, LONG)

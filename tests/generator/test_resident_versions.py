@@ -65,13 +65,13 @@ def test_rows_of_three_versions_have_the_bits_of_engines_of_one(
     rank: int, precision: AdapterPrecision, is_mixture: bool
 ) -> None:
     engine, weights = engine_with_versions(rank, precision, is_mixture=is_mixture, stop_token_ids=[])
-    batch = requests(6, 3, max_new_tokens=10)  # in groups, whose prompts are prefilled once
+    batch = requests(6, 2, max_new_tokens=7)  # in groups, whose prompts are prefilled once
     finished: dict[Key, Finished] = {}
     for version in (1, 2, 3):
         if version > 1:
             take_version(engine, weights, version)
-        engine.submit(batch[6 * version - 6 : 6 * version])
-        for _ in range(3):
+        engine.submit(batch[4 * version - 4 : 4 * version])
+        for _ in range(2):
             assert engine.step() == []
         assert sorted(weights.versions) == sorted(engine.versions_in_use) == list(range(1, version + 1))
     finished = drain(engine)
@@ -79,12 +79,12 @@ def test_rows_of_three_versions_have_the_bits_of_engines_of_one(
     texts = defaultdict(set)
     models = {version: model_of(version, rank, precision, is_mixture=is_mixture) for version in (1, 2, 3)}
     for version in (1, 2, 3):
-        part = batch[6 * version - 6 : 6 * version]
+        part = batch[4 * version - 4 : 4 * version]
         alone = run(new_engine(models[version], stop_token_ids=[]), part)
         for key, expected in alone.items():
             assert_same_bits(finished[key], expected)
             assert finished[key].version_spans == (VersionSpan(start=0, version=version),)
-    begun = {version: replace(batch[6 * version - 6], max_new_tokens=8) for version in (1, 2, 3)}
+    begun = {version: replace(batch[4 * version - 4], max_new_tokens=5) for version in (1, 2, 3)}
     for model in models.values():
         said = run(new_engine(model), list(begun.values()))
         for version, one in begun.items():
@@ -99,7 +99,7 @@ def test_keys_of_a_prompt_are_of_the_version_of_its_rows(parks: bool) -> None:
     All have one prompt, which is prefilled once for each version, although both are waited for at once.
     """
     engine, weights = engine_with_versions(num_slots=2, stop_token_ids=[], prefix_cache_tokens=64)
-    batch = [Request(0, sample, random_prompt(20), max_new_tokens=6, parks=parks) for sample in range(6)]
+    batch = [Request(0, sample, random_prompt(20), max_new_tokens=3, parks=parks) for sample in range(6)]
     engine.submit(batch[:4])
     assert engine.step() == []
     take_version(engine, weights, 2)
@@ -113,7 +113,7 @@ def test_keys_of_a_prompt_are_of_the_version_of_its_rows(parks: bool) -> None:
             assert finished[key].version_spans == (VersionSpan(start=0, version=version),)
 
 
-BATCH = requests(4, 2, max_new_tokens=10)
+BATCH = requests(4, 2, max_new_tokens=7)
 MOST_VERSIONS = 5
 
 
@@ -212,7 +212,7 @@ def turns_of(engine: Engine, weights: ServedWeights, scripts: list[Script]) -> t
 def test_an_episode_keeps_the_version_of_its_first_turn(parked_tokens: int | None) -> None:
     """Its later turns and its parked keys too, however many versions have come since."""
     engine, weights = engine_with_versions(num_slots=3, stop_token_ids=[STOP], parked_tokens=parked_tokens)
-    scripts = [Script(i, 4 + 3 * i, (0, 5, 1)[: 1 + i % 3], max_new_tokens=6) for i in range(8)]
+    scripts = [Script(i, 4 + 3 * i, (0, 5, 1)[: 1 + i % 3], max_new_tokens=6) for i in range(6)]
     turns, num_late = turns_of(engine, weights, scripts)
     assert num_late > 5
     versions = {o: {span.version for turn in said for span in turn.version_spans} for o, said in turns.items()}

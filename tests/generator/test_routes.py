@@ -50,7 +50,7 @@ def test_recorded_experts_are_those_of_one_pass(is_paged: bool) -> None:
     """Groups share prefilled prompts, long ones in chunks; slots and pages are used again."""
     model = random_mixture()
     engine = engine_of(model, is_paged=is_paged, num_slots=7, prefill_tokens=16, prefill_chunk=8)
-    for finished in run(engine, requests(6, 2, max_new_tokens=8)).values():
+    for finished in run(engine, requests(6, 2, max_new_tokens=5)).values():
         check(model, finished)
 
 
@@ -58,7 +58,7 @@ def test_recorded_experts_are_those_of_one_pass(is_paged: bool) -> None:
 def test_completions_that_leave_their_rows_record_again(is_paged: bool) -> None:
     model = random_mixture()
     engine = engine_of(model, is_paged=is_paged)
-    engine.submit(requests(4, 2, max_new_tokens=16))
+    engine.submit(requests(4, 2, max_new_tokens=13))
     early = {}
     for count in (3, 2):
         for _ in range(5):

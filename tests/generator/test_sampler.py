@@ -158,8 +158,8 @@ def test_a_large_vocabulary_is_drawn_exactly(temperature: float) -> None:
     logits = random_logits(1, LARGE, seed=11, scale=3.0)
     probs = torch.softmax(logits.double() / temperature, -1)[0]
     cumulative = probs.cumsum(0).numpy()
-    random = np.random.default_rng(0).random(5000)
-    drawn = sample(logits.expand(5000, -1), random, temperature=temperature)
+    random = np.random.default_rng(0).random(1500)
+    drawn = sample(logits.expand(1500, -1), random, temperature=temperature)
     expected = np.searchsorted(cumulative, random * cumulative[-1])
     clear = np.abs(cumulative[:, None] - random).min(0) > 1e-6  # float32 probabilities move boundaries by so little
     assert clear.mean() > 0.9

@@ -27,6 +27,11 @@ def test_seeds_of_replicas() -> None:
     assert seeds_of("per_replica") == [7, 100_010, 200_013]
 
 
+def length(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """In the place of a verifier, whose process takes longer to start than a run to sample."""
+    return [float(len(text)) for text in completions]
+
+
 def sampled(out: Path, **generator: Any) -> dict[tuple[int, int], tuple[int, str]]:
     """{(ordinal, sample): (replica, text)} of one step of an untrained model."""
     overrides = {
@@ -45,7 +50,7 @@ def sampled(out: Path, **generator: Any) -> dict[tuple[int, int], tuple[int, str
         "warm_start": {"steps": 0},
         "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
     }
-    slipstream.run("quickstart", overrides=overrides, out=out, display=False)
+    slipstream.run("quickstart", overrides=overrides, reward=length, out=out, display=False)
     return {(r.ordinal, r.sample): (r.replica, r.completion) for r in read_rollouts(out / "rollouts.jsonl")}
 
 

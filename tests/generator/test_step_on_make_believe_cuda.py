@@ -47,7 +47,7 @@ CONFIG = TransformerConfig(
     vocab_size=2050,  # more than the sampler reads at once, and no whole number of its blocks
     hidden_size=32,
     intermediate_size=48,
-    num_layers=2,
+    num_layers=1,  # `test_decode_kernels.py` has steps of two
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -231,7 +231,10 @@ def test_whole_rows_are_drawn_in_two_kernels(cuda: None, monkeypatch: pytest.Mon
     for is_right in (True, False):
         monkeypatch.setattr(fused_sampling, "agrees", lambda device, width, is_right=is_right: is_right)
         runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, fused=False, captures=False)
-        for plan in (SamplingPlan(), SamplingPlan(has_greedy=True, has_temperature=True), *PLANS[1:]):
+        plans = (SamplingPlan(), SamplingPlan(has_greedy=True, has_temperature=True), *PLANS[1:])
+        for plan in (
+            plans if is_right else plans[:2]
+        ):  # `test_a_step_stays_on_the_device` has torch's way for the others
             launched.clear()
             with NoCopies(), Computing() as own:
                 out = runner._step(runner._shape(3, 300, plan))
@@ -271,7 +274,7 @@ def test_a_step_beside_adapters_stays_on_the_device(
     targets = ["q_proj", "v_proj", "down_proj", "lm_head", "embed_tokens"]
     model, weights = served_model(CONFIG, precision, LoraConfig(rank=4, targets=targets, adapter_precision=adapters))
     item = 4 if adapters == "float32" else 2
-    num_bytes = item * 4 * (2 * (2 * 32 + 48) + 2 * (32 + 16 + 32) + 2 * (32 + 2050))
+    num_bytes = item * 4 * ((2 * 32 + 48) + (32 + 16 + 32) + 2 * (32 + 2050))
     assert num_bytes <= weights.num_bytes < num_bytes + (item == 2) * 64 * 20 + 1
     runner = PagedRunner(model, num_rows=4, max_len=512, attend=attend, fused=False, captures=False)
     for version in (weights.flat, torch.zeros_like(weights.flat)):

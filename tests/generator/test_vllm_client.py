@@ -134,7 +134,7 @@ def test_a_push_that_was_refused_is_taken_back(model: Transformer, tmp_path: Pat
         check(item, num_new=50)
 
 
-@pytest.mark.parametrize("fake", [{}, {"found": "all but the last"}], ids=["", "cached"])
+@pytest.mark.parametrize("fake", with_slow([{"found": "all but the last"}], [{}]), ids=["cached", ""])
 def test_exported_completions_go_on_where_they_were(
     model: Transformer, tmp_path: Path, fake: dict[str, object]
 ) -> None:

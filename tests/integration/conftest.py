@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,18 +15,24 @@ import pytest
 from accounted import check_accounting
 from forked_text import FORKS
 from processes import descendants
+from tiny_tables import tiny_tables
 
 import slipstream
 from slipstream.controller.nursery import NURSERY
+from slipstream.jail import sandbox
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _one_import_for_all_runs() -> Iterator[None]:
-    """Fork the processes of all runs that tests start by `slipstream.run` from one that has imported once."""
+    """Fork the processes of all runs that tests start by `slipstream.run` from one that has imported once.
+
+    It stays as long as pytest, unless tests of another file end it.
+    """
     NURSERY.begin()
     FORKS.begin()
-    yield
-    NURSERY.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "_SPARES_AFTER_S", 60.0)  # inline runs end before, and a spare takes half of their time
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -41,24 +49,30 @@ def _no_process_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def tiny() -> dict[str, Any]:
-    """Overrides of the quickstart: seconds, not minutes."""
-    return {
-        "steps": 5,
-        "groups_per_step": 4,
-        "completions_per_group": 4,
-        "deadline_s": 60.0,
-        "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
-        "prompts": {"num_train": 300, "num_eval": 24},
-        "generator": {"num_slots": 16},
-        "trainer": {"minibatches": 2},
-        "warm_start": {"steps": 30, "batch_size": 16, "num_demonstrations": 300},
-        "eval": {"every": 0, "num_prompts": 8, "num_slots": 8},
-    }
+    return tiny_tables()
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a finished run, warm-started far enough for some of its 50 held-out answers to be right."""
+    """Directory of a finished run, warm-started far enough for some of its 50 held-out answers to be right.
+
+    The workers of one session train it once, and each has its copy.
+    """
+    out = tmp_path_factory.mktemp("trained") / "run"
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        train(out)
+        return out
+    first = tmp_path_factory.getbasetemp().parent / "trained_first"
+    with first.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not first.exists():
+            train(out)
+            shutil.copytree(out, first)
+            return out
+    return Path(shutil.copytree(first, out))
+
+
+def train(out: Path) -> None:
     overrides = {
         "steps": 2,
         "host": "inline",
@@ -80,7 +94,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "eval": {"every": 0, "num_prompts": 50, "num_slots": 16},
     }
-    out = tmp_path_factory.mktemp("trained") / "run"
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # one thread: two that spin on a busy machine take ten times as long
     try:
@@ -88,4 +101,3 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         os.sched_setaffinity(0, cores)
     check_accounting(out)
-    return out

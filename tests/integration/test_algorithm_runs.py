@@ -54,6 +54,7 @@ def assert_same_state(run_dir: Path, other_dir: Path, *, step: int) -> None:
 def test_resumed_with_critic_reference_and_adaptive_kl_equals_uninterrupted(critic, tiny, tmp_path):
     """Weights, coefficient and the reference after the warm start are those of the first attempt."""
     overrides = tiny | SYNC | ACTOR_CRITIC | {"critic": {"model": critic}}
+    overrides["warm_start"] = tiny["warm_start"] | {"steps": 10}
     whole = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "whole", display=False)
     cut = tmp_path / "cut"
     shutil.copytree(whole.out, cut)

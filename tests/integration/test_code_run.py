@@ -38,10 +38,11 @@ def test_programs_are_rewarded_for_what_they_print(tiny, tmp_path):
         "eval": {"every": 0, "num_prompts": 4, "num_slots": 4},
         "loss": {"skip_no_signal": False},
         "warm_start": {
-            "steps": 150,
+            "steps": 90,
             "batch_size": 32,
             "num_demonstrations": 90,
             "demonstrations": [{"template": "{answer}"}],
+            "optimizer": {"lr": 5e-3},
         },
     }
     result = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)

@@ -154,7 +154,7 @@ def sampled(engine: Engine, context: list[int], ordinal: int, sample: int, room:
 
 def longer(tiny: dict[str, Any]) -> dict[str, Any]:
     """A few steps of the tiny run, with episodes."""
-    warm_start = tiny["warm_start"] | {"steps": 30}
+    warm_start = tiny["warm_start"] | {"steps": 10}
     return tiny | EPISODES | {"model": tiny["model"] | {"max_positions": 64}, "steps": 2, "warm_start": warm_start}
 
 

@@ -79,6 +79,7 @@ def stored_in(adapted, precision, adapters="float32"):
 def test_at_staleness_0_adapters_are_those_of_a_plain_loop(adapted, precision, adapters, tmp_path):
     """Also beside a rounded base: the loop samples from the trainer's own model, the run from packed products."""
     overrides = stored_in(adapted, precision, adapters) | SYNC | {"steps": 2}
+    overrides["warm_start"] = adapted["warm_start"] | {"steps": 10}
     reference_run(resolve("quickstart", overrides), tmp_path / "reference")
     run = slipstream.run("quickstart", overrides=overrides | {"host": "inline"}, out=tmp_path / "run", display=False)
     assert_equal(run.out / "model", tmp_path / "reference")
@@ -128,6 +129,7 @@ def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, pr
         "steps": 4,
         "weight_update": weight_update,
         "generator": adapted["generator"] | {"precision": precision},
+        "warm_start": adapted["warm_start"] | {"steps": 5},
         "eval": {"every": 2, "num_prompts": 8, "num_slots": 8},
     }
     run = slipstream.run("quickstart", overrides=overrides, out=tmp_path / "run", display=False)
@@ -286,9 +288,10 @@ def test_a_run_beside_a_rounded_base_is_resumed_and_leaves_what_any_run_does(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run in processes, its folder moved elsewhere afterwards."""
+    """Its folder was moved elsewhere afterwards."""
     folder = tmp_path_factory.mktemp("lora")
     overrides = {
+        "host": "inline",
         "steps": 2,
         "groups_per_step": 4,
         "completions_per_group": 4,
@@ -296,7 +299,7 @@ def finished(tmp_path_factory):
         "prompts": {"num_train": 300, "num_eval": 50},
         "generator": {"num_slots": 16},
         "trainer": {"optimizer": {"lr": 1e-3}},
-        "warm_start": {"steps": 60, "batch_size": 32, "num_demonstrations": 300, "optimizer": {"lr": 1e-2}},
+        "warm_start": {"steps": 40, "batch_size": 16, "num_demonstrations": 300, "optimizer": {"lr": 1e-2}},
         "eval": {"every": 0, "num_prompts": 16, "num_slots": 8},
     }
     slipstream.run("quickstart", overrides=overrides, out=folder / "run", display=False)

@@ -45,7 +45,7 @@ def test_a_reward_below_0_is_told_by_its_held_out_mean(
     def no_vowels(completions: list[str], **_: Any) -> list[float]:
         return [-sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]
 
-    overrides = small | {"steps": 12, "groups_per_step": 8, "trainer": {"minibatches": 2, "optimizer": {"lr": 3e-3}}}
+    overrides = small | {"steps": 5, "groups_per_step": 8, "trainer": {"minibatches": 2, "optimizer": {"lr": 3e-3}}}
     overrides |= {"warm_start": small["warm_start"] | {"steps": 60, "batch_size": 32}}  # it spells some words
     result = slipstream.run("quickstart", overrides=overrides, reward=no_vowels, out=tmp_path / "run")
     before, after = (result.summary["eval"][moment] for moment in ("before", "after"))

@@ -6,6 +6,7 @@ are in `test_accounting.py`, comparisons in `test_comparison.py`.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -536,6 +537,7 @@ def test_no_alarm_needs_more_steps_than_it_is_said_that_none_rang_after() -> Non
         assert longest is None or longest + rule.persist - 1 <= WATCHED_STEPS
 
 
+@functools.cache
 def _history(steps: int) -> Any:
     health = Health(HealthConfig())
     rng = np.random.default_rng(0)

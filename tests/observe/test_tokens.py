@@ -109,10 +109,10 @@ def test_groups_are_sampled_by_ordinal_and_sorted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_file_stays_bounded_and_keeps_whole_groups_of_the_whole_run(tmp_path: Path, restarts: bool) -> None:
-    path, max_bytes, num_groups = tmp_path / "t", 10_000, 1500
+    path, max_bytes, num_groups = tmp_path / "t", 10_000, 750
     recorder = TokenRecorder(path, every=1, max_bytes=max_bytes)
     for ordinal in range(num_groups):
-        if restarts and ordinal % 350 == 349:
+        if restarts and ordinal % 175 == 174:
             recorder.close()
             recorder = TokenRecorder(path, every=1, max_bytes=max_bytes)
         recorder.record(lines_of(ordinal))

@@ -367,20 +367,24 @@ def test_a_timeline_that_was_not_read_yet_has_no_lane(made: Loop, folder: Path) 
     assert lanes["controller"]
 
 
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    loop = Loop(seed=4, steps=2, replicas=1, start_s=RAW_START_S + 60)
+    return loop.run().write(tmp_path_factory.mktemp("runs") / "other")
+
+
 @drawn(8, 120, data=st.data())
 def test_whatever_becomes_of_the_files_there_is_an_answer(
-    made: Loop, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    made: Loop, run_dir: Path, other_run: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Each is gone, cut anywhere or another run's, in place or anew, while one who watches has read a part of it."""
-    whole = made.write(tmp_path_factory.mktemp("runs") / "whole")
-    other = Loop(seed=4, steps=2, replicas=1, start_s=RAW_START_S + 60).run().write(whole.parent / "other")
-    names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*.json*"))
-    index = caught_up(RunIndex(made.write(whole.parent / "watched")))
+    names = sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.json*"))
+    index = caught_up(RunIndex(made.write(tmp_path_factory.mktemp("runs") / "watched")))
     for _ in range(data.draw(st.integers(1, 6))):
         for name in data.draw(st.lists(st.sampled_from(names), unique=True)):
             target = index.run_dir / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            source = data.draw(st.sampled_from([whole, other])) / name
+            source = data.draw(st.sampled_from([run_dir, other_run])) / name
             if data.draw(st.booleans()):
                 target.unlink(missing_ok=True)
             if source.exists():

@@ -14,12 +14,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from slipstream.controller.nursery import search_path
 
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 120.0
@@ -35,6 +39,7 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.configuration_llama",
     "transformers.tokenization_utils_tokenizers",
+    *sorted(path.stem for path in Path(__file__).parent.glob("*_jobs.py")),
 ]
 """Imported once, in the process that the ranks are forked from."""
 
@@ -63,6 +68,9 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", search_path())  # the server looks for modules where this process does
+            forkserver.ensure_running()
         self.processes, self.pipes = [], []
         self.is_damaged = self.is_worn = False
         store = str(self.folder / f"store_{self.num_starts}")

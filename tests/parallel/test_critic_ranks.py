@@ -29,7 +29,7 @@ from slipstream.trainer.checkpoint_folder import verify_checkpoint
 from slipstream.trainer.critic_link import returns_of, sent_sequence
 
 LAYOUTS = {"tp2": (2, 2), "dp2": (2, 1), "dp2_tp2": (4, 2)}  # ranks, of which so many share each layer
-STEPS, UPDATES = 2, 3
+STEPS, UPDATES = 2, 2
 
 
 def tables(ranks: int = 1, tensor_parallel: int = 1) -> dict[str, Any]:

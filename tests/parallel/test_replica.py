@@ -240,14 +240,12 @@ TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 0.1, "int8": 
 
 
 @pytest.mark.parametrize(
-    "cases", with_slow([{"llama_tied": 2, "gpt2_untied": 4}], [{"qwen3": 4, "llama_biased": 2}]), ids=", ".join
-)
-@pytest.mark.parametrize(
-    ("precision", "in_place"),
+    ("precision", "in_place", "cases"),
     with_slow(
-        [("float32", False), ("int8", True)],
-        [("float32", True), ("int8", False), *product(["bfloat16", "fp8"], [False, True])],
+        [("float32", False, {"llama_tied": 2}), ("int8", True, {"gpt2_untied": 4})],
+        product(TOLERANCES, [False, True], [{"llama_tied": 2, "gpt2_untied": 4}, {"qwen3": 4, "llama_biased": 2}]),
     ),
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
 def test_a_rank_serves_its_part_of_a_version(
     ranks: RankPool, precision: Precision, in_place: bool, cases: dict[str, int]
@@ -305,10 +303,11 @@ def test_ranks_without_work_sleep_and_wake_at_once(ranks: RankPool, policy: str,
     assert set(slept[0].tokens) == {("train", ordinal, sample) for ordinal in (0, 1) for sample in (0, 1)}
 
 
+@pytest.mark.parametrize("staged_s", with_slow([[0.2, 0.4]], [[0.2, 0.4, 0.0, 0.3]]), ids=len)
 def test_a_version_is_committed_without_work_once_all_have_staged_it(
-    ranks: RankPool, policy: str, transport: str
+    ranks: RankPool, policy: str, transport: str, staged_s: list[float | None]
 ) -> None:
-    slept = ranks.run(jobs.sleep, policy, transport, 0.8, [0.2, 0.4, 0.0, 0.3], world=4)
+    slept = ranks.run(jobs.sleep, policy, transport, 0.8, staged_s, world=len(staged_s))
     for rank in slept:
         assert [version for version, _ in rank.committed] == [1]
         assert rank.num_rounds <= 4  # called together once, the round after it, and the command

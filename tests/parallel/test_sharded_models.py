@@ -115,10 +115,11 @@ def test_products_in_bfloat16_leave_float32_weights_and_nearly_the_same_gradient
 
 
 def test_equals_torch_adamw_with_its_clipping(ranks: RankPool) -> None:
-    settings = {"lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.9}
+    settings = {"lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 2.1}
     config = CONFIGS["llama_tied"]
-    one = sharded_jobs.train_with_torch(config, settings, 4)
-    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS["dp2_tp2"], settings, 4, world=4)
+    one = sharded_jobs.train_with_torch(config, settings, 3)
+    assert min(one.grad_norms) < 2.1 < max(one.grad_norms), "clips in some updates only"
+    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS["dp2_tp2"], settings, 3, world=4)
     assert by_rank[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
     assert relative(assembled([seen.weights for seen in by_rank]), one.weights) < 1e-5
 
@@ -126,10 +127,10 @@ def test_equals_torch_adamw_with_its_clipping(ranks: RankPool) -> None:
 def test_tensorflow_adam(ranks: RankPool) -> None:
     settings = {**SETTINGS, "adam": "tensorflow", "eps": 1e-5}
     config = CONFIGS["llama"]
-    one = sharded_jobs.train_alone(config, settings, 4)
-    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS["dp2"], settings, 4, world=2)
+    one = sharded_jobs.train_alone(config, settings, 2)
+    by_rank = ranks.run(sharded_jobs.train, config, LAYOUTS["dp2"], settings, 2, world=2)
     assert relative(assembled([seen.weights for seen in by_rank]), one.weights) < 1e-6
-    assert relative(alone("llama", 4).weights, one.weights) > 1e-5, "the formulations differ"
+    assert relative(alone("llama", 2).weights, one.weights) > 1e-5, "the formulations differ"
 
 
 @pytest.mark.parametrize("layout", with_slow(["dp2"], ["dp2_tp2", "tp2"]))
@@ -179,8 +180,9 @@ def critic_run(**critic: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("layout", "case", "kind"),
     with_slow(
-        [("tp2", "llama", "head"), ("dp2_tp2", "gpt2", "own"), ("dp2", "llama_biased", "path")],
+        [("tp2", "llama", "head"), ("dp2", "llama_biased", "path")],
         [
+            ("dp2_tp2", "gpt2", "own"),
             ("dp2", "llama", "own"),
             ("tp4", "mistral", "own"),
             ("dp2_tp2", "qwen3", "head"),

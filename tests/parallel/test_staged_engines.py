@@ -61,7 +61,7 @@ def assert_same(left: rank_jobs.Tokens, right: rank_jobs.Tokens, *, atol: float)
     [
         pytest.param(DEEP, 2, 2, marks=pytest.mark.slow),
         (DEEP, 4, 4),
-        (DEEP, 4, 2),
+        pytest.param(DEEP, 4, 2, marks=pytest.mark.slow),
         (CONFIGS["gpt2"], 2, 2),
         (CONFIGS["qwen2"], 2, 2),
         (MIXTURE, 2, 2),
@@ -70,7 +70,7 @@ def assert_same(left: rank_jobs.Tokens, right: rank_jobs.Tokens, *, atol: float)
 )
 def test_tokens_are_those_of_one_engine(ranks: RankPool, config: TransformerConfig, world: int, stages: int) -> None:
     """To the bit where every layer is whole: more sequences than rows, shared prompts in chunks."""
-    batch = requests(8, 3, max_new_tokens=12)
+    batch = requests(8, 3, max_new_tokens=8)
     by_rank = ranks.run(jobs.generate, config, batch, stages, world=world)
     for tokens in by_rank[1:]:
         assert_same(tokens, by_rank[0], atol=0)

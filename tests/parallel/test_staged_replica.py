@@ -38,7 +38,7 @@ def test_every_completion_is_of_the_versions_that_it_says(
     ranks: RankPool, policy: str, transport: str, together: int
 ) -> None:
     """Commands and versions reach each rank at a step of its own; evaluations have engines of their own."""
-    generator = {"pipeline_parallel": 2, "tensor_parallel": together, "kv_on_update": "recompute"}
+    generator = {"pipeline_parallel": 2, "tensor_parallel": together, "kv_on_update": "recompute", "max_new_tokens": 16}
     case = jobs.Case(
         IN_FLIGHT | {"generator": generator},
         commands=((0, jobs.admit(0, 4)), (2, jobs.admit(1)), (5, evaluation(0, 3)), (16, jobs.admit(2))),

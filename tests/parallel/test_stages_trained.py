@@ -25,6 +25,7 @@ MODEL = TINY.model_dump() | {"max_positions": 64, "num_layers": 5}
 UNTIED = MODEL | {"tie_embeddings": False}
 ALONE = {"ranks": 1, "pipeline_parallel": 1, "pipeline_chunks": 1, "tensor_parallel": 1, "reduce_once": False}
 TWO = Layout(1, 1, stages=2)
+SOME = ("llama_biased", "mistral", "qwen3", "gpt_neox", "gpt2", "gpt2_untied")
 
 
 def case(model: dict[str, Any], stages: int, chunks: int = 1, tensor: int = 1, ranks: int = 2, **more: Any) -> Any:
@@ -61,7 +62,8 @@ def test_steps_in_stages_are_those_of_one_rank(ranks: RankPool, name: str, num_s
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatch_tokens"), with_slow([("1f1b", 2000), ("interleaved_fsdp", 24)], [("fsdp", 2000)])
+    ("name", "microbatch_tokens"),
+    with_slow([("1f1b", 2000), ("interleaved", 20)], [("fsdp", 2000), ("interleaved_fsdp", 24)]),
 )
 def test_few_and_odd_numbers_of_microbatches(ranks: RankPool, name: str, microbatch_tokens: int) -> None:
     """One microbatch for two stages, also where it is the last one; and numbers that the interleaved schedule does not
@@ -70,7 +72,9 @@ def test_few_and_odd_numbers_of_microbatches(ranks: RankPool, name: str, microba
     sections = sections | {"trainer": sections["trainer"] | {"microbatch_tokens": microbatch_tokens}}
     by_rank = ranks.run(training_jobs.train, sections, layout, Span(2), world=layout.world)
     one = one_rank(sections, 2)
-    assert microbatch_tokens == 24 or one.metrics[0]["num_microbatches"] == 1
+    count = int(by_rank[0].metrics[0]["num_microbatches"])  # of all data-parallel ranks
+    assert microbatch_tokens != 2000 or one.metrics[0]["num_microbatches"] == 1
+    assert name != "interleaved" or count % (count // 2), "taken as they are"
     require_same_training(by_rank, one)
 
 
@@ -103,8 +107,11 @@ def test_a_warm_start_in_stages_is_that_of_one_rank(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("families", "layout"),
-    [(tuple(CONFIGS), replace(TWO, chunks=2)), (("llama", "qwen2"), Layout(1, 2, stages=2))],
-    ids=["chunks", "tensor"],
+    with_slow(
+        [(SOME, replace(TWO, chunks=2)), (("llama", "qwen2"), Layout(1, 2, stages=2))],
+        [(tuple(CONFIGS), replace(TWO, chunks=2))],
+    ),
+    ids=["some_chunks", "tensor", "chunks"],
 )
 def test_families_read_in_stages_as_on_one_rank(ranks: RankPool, families: tuple[str, ...], layout: Layout) -> None:
     """Positions that are looked up, parallel residuals, biases; tied heads and others. All stages get all numbers."""

@@ -95,7 +95,10 @@ def require_same_training(by_rank: list[Seen], one: Seen) -> None:
 
 @pytest.mark.parametrize(
     ("case", "layout", "num_steps"),
-    with_slow([("grpo", "dp2_tp2", 3), ("ppo", "dp2", 4)], [(case, layout, 20) for case, layout in PAIRS]),
+    with_slow(
+        [("grpo", "dp2_tp2", 3), ("ppo", "dp2", 3)],
+        [("ppo", "dp2", 4), *((case, layout, 20) for case, layout in PAIRS)],
+    ),
 )
 def test_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: str, num_steps: int) -> None:
     one, how = one_rank(case, num_steps), LAYOUTS[layout]
@@ -104,28 +107,26 @@ def test_steps_are_those_of_one_rank(ranks: RankPool, case: str, layout: str, nu
     require_same_training(by_rank, one)
 
 
-def test_a_run_goes_on_where_it_was_saved_on_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """A step on one rank, one on four data-parallel ones, one on 2 x 2, one on one rank: all four as on one."""
-    case = CASES["ppo"]
-    spans = [
-        Span(1, save=tmp_path / "step_1"),
-        Span(2, 1, tmp_path / "step_1", tmp_path / "step_2"),
-        Span(3, 2, tmp_path / "step_2", tmp_path / "step_3", tmp_path / "model"),
-        Span(4, 3, tmp_path / "step_3"),
-    ]
-    training_jobs.train_alone(case, spans[0])
-    ranks.run(training_jobs.train, case, LAYOUTS["dp4"], spans[1], world=4)
-    by_rank = ranks.run(training_jobs.train, case, LAYOUTS["dp2_tp2"], spans[2], world=4)
+@pytest.mark.parametrize("layouts", with_slow([["dp2_tp2"]], [["dp4", "dp2_tp2"]]), ids=", ".join)
+def test_a_run_goes_on_where_it_was_saved_on_other_ranks(ranks: RankPool, layouts: list[str], tmp_path: Path) -> None:
+    """A step on one rank, one on the ranks of each of `layouts`, one on one rank: all as on one."""
+    case, last = CASES["ppo"], len(layouts) + 1
+    training_jobs.train_alone(case, Span(1, save=tmp_path / "step_1"))
+    for step, layout in enumerate(layouts, 1):
+        old, new = tmp_path / f"step_{step}", tmp_path / f"step_{step + 1}"
+        span = Span(step + 1, step, old, new, tmp_path / "model" if step + 1 == last else None)
+        by_rank = ranks.run(training_jobs.train, case, LAYOUTS[layout], span, world=4)
     exported: dict[str, np.ndarray] = {}
     for file in (tmp_path / "model").glob("*.safetensors"):
         exported |= {f"policy/{name}": tensor for name, tensor in load_file(file).items()}
     trained = assembled([seen.weights for seen in by_rank])
     assert exported.keys() == {name for name in trained if name.startswith("policy/")}
     assert all(np.array_equal(tensor, trained[name]) for name, tensor in exported.items())
-    assert relative([training_jobs.train_alone(case, spans[3]).weights], one_rank("ppo", 4).weights) < 1e-5
+    alone = training_jobs.train_alone(case, Span(last + 1, last, tmp_path / f"step_{last}"))
+    assert relative([alone.weights], one_rank("ppo", last + 1).weights) < 1e-5
 
 
-@pytest.mark.parametrize("layout", with_slow(["dp2_tp2"], ["dp2"]))
+@pytest.mark.parametrize("layout", with_slow(["dp2"], ["dp2_tp2"]))
 def test_a_warm_start_is_that_of_one_rank(ranks: RankPool, layout: str) -> None:
     one = training_jobs.warm_up_alone()
     by_rank = ranks.run(training_jobs.warm_up, LAYOUTS[layout], world=LAYOUTS[layout].world)

@@ -189,7 +189,7 @@ def longest_demonstrations(config: RunConfig) -> list[Demonstration]:
 
 def peak_bytes(config: RunConfig, shape: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most bytes that are alive from the making of a model of `shape` to the end of its second step, after the warm
-    start."""
+    start. The first step, which leaves its moments behind, has one group."""
     trainer = config.trainer
     division = Division(
         device=META,
@@ -220,14 +220,16 @@ def peak_bytes(config: RunConfig, shape: TransformerConfig, monkeypatch: pytest.
             )
             assert len(list(updates)) == config.warm_start.steps
             optimizer.restart()
-        for _ in range(2):
-            metrics = train_on_batch(model, optimizer, longest_groups(config), config=config, step=0, batching=batching)
-            assert metrics["num_microbatches"] > 1, "gradients are there while another microbatch is read"
+        groups = longest_groups(config)
+        for batch in (groups[:1], groups):
+            metrics = train_on_batch(model, optimizer, batch, config=config, step=0, batching=batching)
+        assert metrics["num_microbatches"] > 1, "gradients are there while another microbatch is read"
     return counted.peak
 
 
 def peak_bytes_of_critic(config: RunConfig, shape: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most bytes that are alive in a critic's executor, from the making of its model to its second update."""
+    """The most bytes that are alive in a critic's executor, from the making of its model to its second update, before
+    which there is one of a single group."""
     counted, made = LiveBytes(), "slipstream.trainer.critic_executor"
 
     def policy(model: Any, division: Division, **how: Any) -> Transformer:
@@ -245,10 +247,10 @@ def peak_bytes_of_critic(config: RunConfig, shape: TransformerConfig, monkeypatc
     sequences = [train_sequence(one.completion) for group in longest_groups(config) for one in group.rollouts]
     with counted:
         critic.init(Context("critic", Path(), {}, ports, NoSpans(), WallClock(), group=RankGroup.alone()))
-        for step in range(2):
-            critic._arrived = {one.key: one for one in sequences}
-            critic._tell_values(ValuesWanted(step=step, num_sequences=len(sequences)))
-            returns = {one.key: np.ones(one.num_targets, np.float32) for one in sequences}
+        for step, batch in enumerate((sequences[: config.samples_per_group], sequences)):
+            critic._arrived = {one.key: one for one in batch}
+            critic._tell_values(ValuesWanted(step=step, num_sequences=len(batch)))
+            returns = {one.key: np.ones(one.num_targets, np.float32) for one in batch}
             assert not critic._updated(CriticUpdate(step=step, index=0), returns).failure
     critic.close()
     return counted.peak

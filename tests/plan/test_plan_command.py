@@ -41,7 +41,7 @@ SMALL = [
     "--max-staleness",
     "2",
 ]
-FOUR = ["plan", "llama-3.1-8b", "--gpus", "4", *SMALL, "--rows", "2"]
+FOUR = ["plan", "llama-3.1-8b", "--gpus", "4", *SMALL, "--rows", "2", "--precision", "bfloat16"]
 LEAST = ["plan", "llama-3.2-1b", "--gpus", "2", *SMALL, "--max-staleness", "1", "--rows", "1"]
 
 
@@ -83,7 +83,7 @@ def test_what_is_printed_says_what_was_found_and_why(capsys):
 def test_rows_with_and_without_an_executor_share_a_table(capsys, monkeypatch):
     """The reference lies beside the trainer in some, on devices of its own in others; so does the reward model."""
     monkeypatch.setenv("COLUMNS", "120")
-    others = ["--reference", "--reward-model", "llama-3.2-1b", "--groups-per-step", "32"]
+    others = ["--reference", "--reward-model", "llama-3.2-1b", "--groups-per-step", "16"]
     others += ["--max-stages", "1", "--precision", "bfloat16", "--max-staleness", "1"]  # fewer to compare
     assert run_cli("plan", "llama-3.2-3b", "--gpus", "8", *SMALL, *others, "--rows", "4") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -130,7 +130,7 @@ def test_adapters_are_planned_for_and_what_no_run_does_is_said(eta, capsys, tmp_
     printed = capsys.readouterr().out
     assert "adapters of 83.9 M numbers; a version has 0.336 GB instead of " in printed
     assert "no run can do this yet: adapters (model.lora) do not go together with a critic" in printed
-    sizes = {"groups_per_step": 8, "completion_tokens": 200.0, "max_staleness": 1, "rows": 1}
+    sizes = {"groups_per_step": 4, "completion_tokens": 100.0, "max_staleness": 1, "max_stages": 1, "rows": 1}
     beside = slipstream.make_plan("llama-3.1-8b", gpus=4, lora_rank=32, critic=True, **sizes)
     assert beside.to_dict()["recipe"] is None
     with pytest.raises(ConfigError, match="do not go together with"):
@@ -249,8 +249,8 @@ def test_prompts_of_a_recipe_leave_room_for_the_longest_completion(tmp_path):
         "--max-new-tokens",
         "131000",
     ]
-    argv = ["plan", "llama-3.1-8b", "--gpus", "8", "--groups-per-step", "8", "--max-staleness", "1", "--rows", "1"]
-    assert run_cli(*argv, *lengths, "--out", str(tmp_path / "long.toml")) == 0
+    argv = ["plan", "llama-3.1-8b", "--gpus", "8", "--groups-per-step", "2", "--max-staleness", "1", "--rows", "1"]
+    assert run_cli(*argv, *lengths, "--max-stages", "1", "--out", str(tmp_path / "long.toml")) == 0
     config = resolve(tmp_path / "long.toml")
     assert (config.prompts.max_prompt_tokens, config.generator.max_new_tokens) == (72, 131000)
 
@@ -274,7 +274,8 @@ def test_lengths_of_a_run_and_a_cluster_by_file(tmp_path, capsys):
 
 def test_a_recipe_for_this_machine_is_its_own_with_the_plan_s_layout(eta, tmp_path, capsys):
     out = tmp_path / "planned.toml"
-    assert run_cli("plan", "quickstart", "--measured", str(eta), "--max-staleness", "1", "--out", str(out)) == 0
+    argv = ["plan", "quickstart", "--measured", str(eta), "--max-staleness", "1", "--rows", "1"]
+    assert run_cli(*argv, "--out", str(out)) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "cores of this machine" in told
     config, quickstart = resolve(out), resolve("quickstart")

@@ -168,8 +168,8 @@ def machine(recorded):
 
 
 def machine_of(folder):
-    times = CalibratedTimes(calibrate([read_run(folder)]))
     run = read_run(folder)
+    times = CalibratedTimes(calibrate([run]))
     lengths = LengthSample(6.0, tuple(sorted(line.num_tokens for line in run.rollouts)), "test")
     workload = Workload(groups=12, group_size=4, lengths=lengths, minibatches=2)
     return CpuMachine(

@@ -105,7 +105,7 @@ def test_generation_gives_the_global_random_state_back(tokenizer: PreTrainedToke
 def test_a_task_that_runs_dry_says_how_much_it_has(tokenizer: PreTrainedTokenizerFast) -> None:
     tasks = [TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})]
     with pytest.raises(ConfigError, match=r"(?s)chain_sum.*cannot supply.*about \d+"):
-        build_prompts(run_config(tasks=tasks, num_train=5000, num_eval=100), tokenizer)
+        build_prompts(run_config(tasks=tasks, num_train=300, num_eval=100), tokenizer)
 
 
 def test_task_errors(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -133,7 +133,7 @@ def test_too_long_prompts_are_dropped_and_counted(
     tokenizer: PreTrainedTokenizerFast, num_train: int, num_eval: int
 ) -> None:
     config = run_config(
-        tasks=spelling(), template="{word}", max_prompt_tokens=5, num_train=num_train, num_eval=num_eval
+        tasks=spelling(max_word_len=7), template="{word}", max_prompt_tokens=5, num_train=num_train, num_eval=num_eval
     )
     made = build_prompts(config, tokenizer)
     assert max(len(p.tokens) for p in [*made.train.prompts, *made.eval]) == 5

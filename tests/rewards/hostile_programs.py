@@ -271,7 +271,8 @@ GAMES: dict[str, tuple[str, object]] = {
     ),
     "deep values": ("x = []\nfor _ in range(100000): x = [x]\ndef add(a, b): return x", _ADD),
     "endless values": (
-        "import itertools\nclass L(list):\n    __iter__ = lambda s: itertools.count()\ndef add(a, b): return L([1])",
+        "import itertools\nclass L(list):\n    __iter__ = lambda s: ('x' * size for size in itertools.count(100_000))\n"
+        "def add(a, b): return L([1])",
         _ADD,
     ),
     "a crash": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\ndef add(a, b): return f()", _ADD),

@@ -28,6 +28,12 @@ def pool(make_pool: MakePool) -> ScoringPool:
     return make_pool(("code", {"partial": True, "test_timeout_s": 10.0, "memory_mb": 128}), timeout_s=60.0)
 
 
+@pytest.fixture(scope="module")
+def strict(make_pool: MakePool) -> ScoringPool:
+    """All tests of a row have to pass, and there are few of them, whose output is short."""
+    return make_pool(("code", {"max_tests": 2, "max_output_kb": 0.5}), timeout_s=5.0)
+
+
 def fenced(source: str, language: str = "python") -> str:
     return f"Here is the program:\n\n```{language}\n{source}\n```\nIt works.\n"
 
@@ -145,15 +151,16 @@ def test_right_programs_are_told_from_wrong_ones(pool: ScoringPool, source: str,
     assert rewards(pool, (source, tests)) == [reward]
 
 
-def test_all_tests_have_to_pass_unless_told_otherwise(make_pool: MakePool) -> None:
-    pool = make_pool(("code", {"max_tests": 2}), timeout_s=5.0)
+def test_all_tests_have_to_pass_unless_told_otherwise(strict: ScoringPool) -> None:
     cases = [
         (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]),
         (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 2", "assert False"]),  # the third is beyond `max_tests`
         (SUM, {"inputs": ["1 2", "1 3"], "outputs": ["3", "5"]}),
     ]
-    assert rewards(pool, *cases) == [0.0, 1.0, 0.0]
-    done = run_jobs(pool, [job(0, fenced(ADD)), job(1, "no code", tests=["assert True"]), job(2, fenced(ADD), tests=3)])
+    assert rewards(strict, *cases) == [0.0, 1.0, 0.0]
+    done = run_jobs(
+        strict, [job(0, fenced(ADD)), job(1, "no code", tests=["assert True"]), job(2, fenced(ADD), tests=3)]
+    )
     assert done[0].parts == [None]
     assert done[1].parts == [0.0]
     assert "ValueError: tests are text" in (done[2].failure or "")
@@ -218,11 +225,10 @@ def test_all_tests_together_keep_the_deadline_of_the_worker(make_pool: MakePool)
     assert rewards(pool, (slow, tests)) == [1 / 11]
 
 
-def test_what_a_program_prints_is_bounded(make_pool: MakePool) -> None:
-    pool = make_pool(("code", {"max_output_kb": 0.5}), timeout_s=5.0)
+def test_what_a_program_prints_is_bounded(strict: ScoringPool) -> None:
     fits, too_much = "x" * 511, "x" * 513
     cases = [(f"print('x' * {len(text)})", {"inputs": [""], "outputs": [text]}) for text in (fits, too_much)]
-    assert rewards(pool, *cases) == [1.0, 0.0]
+    assert rewards(strict, *cases) == [1.0, 0.0]
 
 
 def test_programs_leave_nothing_to_one_another(pool: ScoringPool) -> None:
@@ -235,15 +241,15 @@ def test_programs_leave_nothing_to_one_another(pool: ScoringPool) -> None:
     assert rewards(pool, (leave, {"inputs": [""], "outputs": ["done"]}), (look, expected)) == [1.0, 1.0]
 
 
-def test_the_order_of_sets_is_the_same_in_every_worker(make_pool: MakePool) -> None:
+def test_the_order_of_sets_is_the_same_in_every_worker(pool: ScoringPool, strict: ScoringPool) -> None:
     program = "print(*{str(i) for i in range(20)})"
-    pools = [make_pool(("code", {}), timeout_s=5.0) for _ in range(2)]
     import subprocess
     import sys
 
     environment = {"PYTHONHASHSEED": "0"}
     expected = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True).stdout
-    assert [rewards(pool, (program, {"inputs": [""], "outputs": [expected]})) for pool in pools] == [[1.0], [1.0]]
+    case = (program, {"inputs": [""], "outputs": [expected]})
+    assert [rewards(each, case) for each in (pool, strict)] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,13 @@ def check(folder: Path, truth: Truth, operation: int, what: str) -> None:
 def contents(folder: Path) -> str:
     """Return a digest of all names and bytes in `folder`: of pictures that are the same, one is resumed."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        data = b"" if path.is_dir() else path.read_bytes()
-        digest.update(repr((str(path.relative_to(folder)), path.is_dir(), len(data))).encode() + data)
+    for path, folders, files in os.walk(folder):
+        folders.sort()
+        digest.update(repr((path[len(str(folder)) :], folders)).encode())
+        for name in sorted(files):
+            with open(os.path.join(path, name), "rb") as file:
+                data = file.read()
+            digest.update(repr((name, len(data))).encode() + data)
     return digest.hexdigest()
 
 

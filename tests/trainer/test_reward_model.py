@@ -88,9 +88,11 @@ def test_it_learns_a_planted_preference(candidates, steps):
     )
     held_out = preferences(100, candidates, seed=1)
     drawn = samples(64)
-    before = preference_accuracy(model, held_out, **READ)
-    done = list(updates(model, preferences(32 * steps, candidates), config, samples=drawn))
-    assert preference_accuracy(model, held_out, **READ) > max(0.9, before)
+    wide = {"microbatch_tokens": 2048, "batching": batching}
+    before = preference_accuracy(model, held_out, **wide)
+    data = preferences(32 * steps, candidates)
+    done = list(updates(model, data, config, samples=drawn, microbatch_tokens=2048))
+    assert preference_accuracy(model, held_out, **wide) > max(0.9, before)
     assert done[-1].loss < 0.5 * np.log(candidates)
     assert done[-1].accuracy > 0.9
     assert done[-1].chosen_mean > done[-1].rejected_mean + 1
@@ -421,7 +423,7 @@ def test_it_learns_planted_ratings_and_ends_normalised():
     model = tiny()
     config = rated_config(steps=30, batch_size=32, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5, schedule="linear"))
     held_out, drawn = ratings(100, seed=1), samples(64)
-    done = list(updates(model, ratings(32 * 30), config, samples=drawn))
+    done = list(updates(model, ratings(32 * 30), config, samples=drawn, microbatch_tokens=2048))
     assert done[-1].loss < 0.1 * done[0].loss
     assert preference_accuracy(model, held_out, **READ) > 0.9
     scores = score(model, drawn, **READ).astype(np.float64)

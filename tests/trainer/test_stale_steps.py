@@ -67,13 +67,21 @@ def fresh():
     return groups, trained(groups)[2]
 
 
-@pytest.mark.parametrize(("rule", "base"), [("sqrt", 1.0), ("linear", 1.0), ("sqrt", 0.5)])
-def test_an_update_is_smaller_by_its_effective_completions(fresh, rule, base):
-    """Adam's first step is the learning rate times something that the rate does not enter."""
+SETTINGS = {"optimizer": {"lr": 1e-2, "warmup_updates": 2}, "microbatch_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def unscaled(fresh):
+    """Groups sampled near the policy, and what a step makes of them."""
     groups = sampled_near(*fresh, spread=0.4)
-    settings = {"optimizer": {"lr": 1e-2, "warmup_updates": 2}, "microbatch_tokens": 60}
-    whole, plain, logprobs = trained(groups, trainer=settings)
-    scaled, metrics, _ = trained(groups, trainer=settings | {"ess_scaling": rule, "ess_base": base})
+    return groups, *trained(groups, trainer=SETTINGS)
+
+
+@pytest.mark.parametrize(("rule", "base"), [("sqrt", 1.0), ("linear", 1.0), ("sqrt", 0.5)])
+def test_an_update_is_smaller_by_its_effective_completions(unscaled, rule, base):
+    """Adam's first step is the learning rate times something that the rate does not enter."""
+    groups, whole, plain, logprobs = unscaled
+    scaled, metrics, _ = trained(groups, trainer=SETTINGS | {"ess_scaling": rule, "ess_base": base})
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     weights = np.exp([(logprobs[one.ordinal, one.sample] - behaviour_of(one)).sum() for one in rollouts])
     share = weights.sum() ** 2 / (len(weights) * (weights**2).sum())

@@ -129,7 +129,7 @@ def trained(name, num_steps, tmp_path):
     policy = load_model(folder_of(tmp_path / "policy", "GPTNeoXForCausalLM"))
     reference = load_model(folder_of(tmp_path / "reference", "GPTNeoXForCausalLM"))
     group, sections = sections_of(name, folder_of(tmp_path / "critic", "GPTNeoXForSequenceClassification"))
-    sections["trainer"]["microbatch_tokens"] = 120
+    capacity = sections["trainer"]["microbatch_tokens"] = 120 if name != "rloo" else 240  # the longest in fewer passes
     steps = len(RECORD["algorithms"][name]["curves"]["loss"])
     sizes = {"steps": steps, "groups_per_step": NUM_COMPLETIONS // group, "completions_per_group": group}
     config = run_config(generator={"max_new_tokens": LONGEST}, **sizes, **sections)
@@ -145,7 +145,8 @@ def trained(name, num_steps, tmp_path):
         reads = {"logprobs": LogprobReader(policy, 1.0)}
         reads |= {"values": lambda one: critic.values(one, torch.empty(0))} if critic else {}
         found = {
-            curve: measure(read, sequences, microbatch_tokens=120, batching=batching) for curve, read in reads.items()
+            curve: measure(read, sequences, microbatch_tokens=capacity, batching=batching)
+            for curve, read in reads.items()
         }
         rollouts = [sampled_with(one, found["logprobs"][one.ordinal, one.sample]) for one in rollouts]
         groups = [rollouts[at : at + group] for at in range(0, NUM_COMPLETIONS, group)]

@@ -370,7 +370,7 @@ def test_silence_is_a_fault_and_slowness_is_none(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "links"), -1)
     ends = [Links(store, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES) for _ in range(2)]
     linked = WeightsLinked(replica=1, world=1, sources=1, epoch=1, parent=0)
-    source, extents = Shelf(holding()), [(first, first + 4000) for first in range(0, NUM_BYTES, 4000)]
+    source, extents = Shelf(holding()), [(first, first + 5000) for first in range(0, NUM_BYTES, 5000)]
     ends[0].serve(linked, source, 0)
     reader = ends[1].receive(linked, 0, Shelf(holding()))
 
