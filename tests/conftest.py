@@ -54,19 +54,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
-# Names are those of files, since no two have the same.
+# Whole runs, which wait for much of their time, and others take turns. Names are those of files: no two have the same.
 LONGEST = """
-    resume lora_run watch_page report_page asynchronous_run eval_episodes signals lora_ranks bad_input paged_kernels
-    episode_versions code sharded_models expert_parallel bad_environments stages_dpo reshard stages_trained
-    plan_command replica calibrate planned_bytes sync_equals_reference job_files episodes_equal_reference
-    vllm_client agents_in_pools workers sandbox algorithm_runs absurd_input parked hub rank_checkpoints eval_cli
-    critic_run gateway lora endings step_on_make_believe_cuda hostile_checkpoints channel_tcp orphans
-    relayed_versions rendezvous precision stages serve health site paged_runner nothing_waits_for_a_gpu
-    generator_stages_run agent_programs prompts distillation_run pools episodes_resumed poisoned_run families
-    staged_engines reward_model kernel_counts advice recomputed engine_bits report pipeline_parallel_run
-    resident_versions chat refused_on_device critic early_stopping disk_full staged_replica training critic_executor
-    measure_run recipes planner context_ranks code_run stages_endings sharded comparison agent_tokens eval_tools
-    decode_kernels simulated_policies crash_instants
+    resume bad_input lora_run replica watch_page lora_ranks episode_versions reshard asynchronous_run code report_page
+    eval_episodes sync_equals_reference paged_kernels signals stages_trained stages_dpo hub episodes_equal_reference
+    bad_environments critic_run agents_in_pools algorithm_runs calibrate generator_stages_run rank_checkpoints stages
+    plan_command distillation_run planned_bytes stages_endings workers code_run gateway early_stopping sharded_models
+    endings rendezvous episodes_resumed expert_parallel eval_cli recomputed pipeline_parallel_run critic poisoned_run
+    staged_engines policies_run chat measure_run vllm_client orphans absurd_input unmoved_weights parked
+    vanished_folder lora disk_full sandbox stages_recipes job_files environments_killed channel_tcp scoring_groups
+    prompts restarts_run context_ranks eval_sets agent_programs stages_data advice agent_runs relayed_versions vllm_run
+    precision published_recipes hostile_checkpoints precision_run resident_versions custom_pipeline comparison export
+    sharded forks_seen loss_identities hostile_reward planner floods eval_tools cut_sampling pools kernel_counts
+    simulated_policies divided_scoring agent_tokens reward_model recipes staleness_by_loss staged_replica wheel serve
+    critic_executor training crash_instants step_on_make_believe_cuda report executors watch_index wire engine_bits
+    outlet teacher over_ranks corrections stored_base decode_kernels architecture quantized_versions branches_trained
+    cli vllm_turns health
 """
 
 
