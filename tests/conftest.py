@@ -15,9 +15,11 @@ from accounted import check_runs
 from catalogued import check_metric_names
 from forked_text import forking
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from slipstream.controller.nursery import NURSERY
 from slipstream.core import lifeline
+from slipstream.jail import sandbox
 
 # What is imported makes a million objects that stay: garbage is looked for less often, as by the command line.
 gc.set_threshold(50_000)
@@ -38,11 +40,18 @@ for _name in (*_CHOSEN_BY_TESTS.split(), *(name for name in os.environ if name.l
 
 # Hypothesis draws the same examples in every run: who changes nothing sees nothing change. `--hypothesis-profile drawn`
 # draws others: what it finds becomes an `@example`, or a test of its own.
+# Nor does it look for numbers and texts in the source of what happens to be imported: other tests in the same process,
+# and every change, would draw others.
 # Neither judges an example by how long it takes: that is the machine's.
 _AT_ANY_PACE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fixed", derandomize=True, **_AT_ANY_PACE)
 settings.register_profile("drawn", **_AT_ANY_PACE)
 settings.load_profile("fixed")
+_NO_CONSTANTS = providers.Constants()
+providers._get_local_constants = lambda: _NO_CONSTANTS
+
+# Pools of this process end before they start a spare worker, which takes half of the time of a small run.
+sandbox._SPARES_AFTER_S = 60.0
 
 # What a shell runs in the background ignores Ctrl-C, what nohup runs SIGHUP, and so would every run that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,20 +19,16 @@ from tiny_tables import tiny_tables
 
 import slipstream
 from slipstream.controller.nursery import NURSERY
-from slipstream.jail import sandbox
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_import_for_all_runs() -> Iterator[None]:
+def _one_import_for_all_runs() -> None:
     """Fork the processes of all runs that tests start by `slipstream.run` from one that has imported once.
 
     It stays as long as pytest, unless tests of another file end it.
     """
     NURSERY.begin()
     FORKS.begin()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "_SPARES_AFTER_S", 60.0)  # inline runs end before, and a spare takes half of their time
-        yield
 
 
 @pytest.fixture(autouse=True)
