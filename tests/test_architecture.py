@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_335,
     "batching": 450,
     "controller": 6_340,
-    "core": 11_960,
+    "core": 12_020,
     "environments": 8_055,
     "evals": 2_720,
     "generator": 10_035,

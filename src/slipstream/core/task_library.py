@@ -1,23 +1,62 @@
-"""reasoning-gym, imported without what it needs for two of its datasets only: matplotlib, a second of CPU time."""
+"""reasoning-gym by parts: all of it takes a second of imports, and matplotlib, for two of its datasets, another one."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_LIBRARY = "reasoning_gym"
+_REGISTER = "reasoning_gym.factory"
 _DRAWS = "cellpylib"  # the library of its games of life, which imports matplotlib
 
 
 def reasoning_gym() -> Any:
-    """Return the module `reasoning_gym`; the first call imports it."""
+    """Return the module `reasoning_gym`, all of it but matplotlib; the first call imports it."""
+    _defer_drawing()
+    for name in [name for name, module in sys.modules.items() if isinstance(module, _Package)]:
+        del sys.modules[name]  # what was imported from within it stays, and is not registered again
+    return importlib.import_module(_LIBRARY)
+
+
+def create_dataset(name: str, **params: Any) -> Any:
+    """Return what `reasoning_gym.create_dataset` does, or raise what that does; imported is what the dataset needs."""
+    if name not in _registered():
+        _import_part(name)
+    if name not in _registered():  # its file has another name
+        reasoning_gym()
+    return sys.modules[_REGISTER].create_dataset(name, **params)
+
+
+def _registered() -> Mapping[str, Any]:
+    register: Any = sys.modules.get(_REGISTER)
+    return {} if register is None else register.DATASETS
+
+
+def _import_part(name: str) -> None:
+    """Import the file called `name` of any package of the library, and neither packages nor what else is in them."""
+    spec = find_spec(_LIBRARY)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    if not folders or not name.isidentifier():
+        return
+    _defer_drawing()
+    for file in Path(folders[0]).glob(f"*/{name}.py"):
+        package = f"{_LIBRARY}.{file.parent.name}"
+        for part, folder in ((_LIBRARY, file.parents[1]), (package, file.parent)):
+            sys.modules.setdefault(part, _Package(part, folder))
+        importlib.import_module(f"{package}.{name}")
+
+
+def _defer_drawing() -> None:
     if _DRAWS not in sys.modules:
         module = _Deferred(_DRAWS)
         module.__spec__ = find_spec(_DRAWS)
         sys.modules[_DRAWS] = module
-    return importlib.import_module("reasoning_gym")
 
 
 class _Deferred(ModuleType):
@@ -27,3 +66,22 @@ class _Deferred(ModuleType):
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)
+
+
+class _Package(ModuleType):
+    """Stands for a package of the library until something else than a file of it is used, which imports all of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name)
+        self.__file__ = str(folder / "__init__.py")
+        self.__path__ = [str(folder)]
+        self.__spec__ = ModuleSpec(name, None, origin=self.__file__, is_package=True)
+        self.__spec__.submodule_search_locations = self.__path__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__all__", "__version__"):
+            raise AttributeError(name)  # whoever looks at all modules asks for such
+        if find_spec(f"{self.__name__}.{name}") is not None:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        reasoning_gym()
+        return getattr(sys.modules[self.__name__], name)

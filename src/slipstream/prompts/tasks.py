@@ -23,7 +23,7 @@ import numpy as np
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.sections import TaskConfig
-from slipstream.core.task_library import reasoning_gym
+from slipstream.core.task_library import create_dataset, reasoning_gym
 from slipstream.prompts.rows import PromptRow, to_json_types
 from slipstream.prompts.template import Template
 
@@ -115,14 +115,16 @@ def check_task_names(tasks: Sequence[TaskConfig]) -> None:
         )
 
 
-def _names_in_files() -> set[str]:
+@cache
+def _names_in_files() -> frozenset[str]:
     """Return the names under which reasoning-gym's files register datasets: importing them takes a second and more."""
-    return set(re.findall(r'^(?:DATASET_NAME = |@?register_dataset\()"(\w+)"', _library_text(), re.MULTILINE))
+    return frozenset(re.findall(r'^(?:DATASET_NAME = |@?register_dataset\()"(\w+)"', _library_text(), re.MULTILINE))
 
 
-def _words_in_files() -> set[str]:
+@cache
+def _words_in_files() -> frozenset[str]:
     """Return all quoted words of its files: what is not among them is certainly no name of a dataset."""
-    return set(re.findall(r"""["'](\w+)["']""", _library_text()))
+    return frozenset(re.findall(r"""["'](\w+)["']""", _library_text()))
 
 
 @cache
@@ -168,7 +170,7 @@ class TaskSource:
             what = f"task '{self._task.name}': {', '.join(reserved)} cannot be a parameter"
             hint = "use the run's seed, prompts.num_train and prompts.num_eval"
             raise ConfigError(what, got=self._task.params, hint=hint)
-        create = OWN_TASKS.get(self._task.name) or partial(reasoning_gym().create_dataset, self._task.name)
+        create = OWN_TASKS.get(self._task.name) or partial(create_dataset, self._task.name)
         try:
             return create(seed=self._next_seed, size=size, **self._task.params)
         except (TypeError, ValueError, AssertionError) as error:

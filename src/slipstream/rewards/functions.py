@@ -20,7 +20,7 @@ import regex  # like `re`, with a deadline
 
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.plain import shortened, shown
-from slipstream.core.task_library import reasoning_gym
+from slipstream.core.task_library import create_dataset
 from slipstream.core.user_code import FROM_PYTHON, text_of
 from slipstream.rewards.calls import Scoring, call_function, import_function
 from slipstream.rewards.code import Programs, Scorer, code_reward
@@ -116,9 +116,7 @@ def task_reward(
     pattern = pattern_of(answer_pattern, "task", timeout_s)
     if not tasks:
         raise ConfigError("reward 'task' needs reasoning-gym tasks", got="prompts from a dataset")
-    datasets = {
-        key: reasoning_gym().create_dataset(task.name, seed=0, size=1, **task.params) for key, task in tasks.items()
-    }
+    datasets = {key: create_dataset(task.name, seed=0, size=1, **task.params) for key, task in tasks.items()}
 
     def score(job: RewardJob) -> float:
         answer = _extracted(job.completion, pattern)
