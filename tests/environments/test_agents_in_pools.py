@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import textwrap
@@ -487,6 +488,7 @@ def test_a_request_that_was_given_up_holds_its_place_until_its_turn_is_there(
 def test_open_episodes_end_with_their_pool_and_nothing_is_left(
     make_agents: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # else what tests before this one have left may go in the middle of it
     before = {thread.ident for thread in threading.enumerate()}
     descriptors = len(os.listdir("/proc/self/fd"))
     others = set(descendants(os.getpid()))  # of tests before this one, such as the process that renders chats
