@@ -165,13 +165,13 @@ def test_runs_of_all_kinds_and_a_plain_loop_give_the_same_weights(ways, tiny, tm
     """In whatever order environments answer, beside whatever a turn is decoded, and also with versions at turns."""
     overrides = longer(tiny)
     last = reference_run(resolve("quickstart", overrides), tmp_path / "reference")
-    two = overrides | {"generator": tiny["generator"] | {"replicas": 2, "num_slots": 8, "weight_update_at": "turn"}}
-    few = two["generator"] | {"sessions": 4}  # and 4 in reserve: not a batch's 16 on one replica
+    few = {"replicas": 2, "num_slots": 8, "sessions": 4}  # and 4 in reserve: not a batch's 16 on one replica
+    two = overrides | {"generator": tiny["generator"] | few | {"weight_update_at": "turn"}}
     agent = {"class_path": None, "agent": f"{SOURCE}:sociable_agent", "dry_run": False}  # alone it would not begin
     runs: dict[str, dict[str, Any]] = {
         "inline": {"overrides": overrides | {"host": "inline"}, "environment": Unpunctual},
         "processes": {"overrides": two},
-        "agents": {"overrides": two | {"generator": few, "environment": two["environment"] | agent}},
+        "agents": {"overrides": two | {"environment": two["environment"] | agent}},
     }
     for way in ways:
         run = slipstream.run("quickstart", **runs[way], out=tmp_path / way, display=False)
