@@ -40,15 +40,14 @@ for _name in (*_CHOSEN_BY_TESTS.split(), *(name for name in os.environ if name.l
 
 # Hypothesis draws the same examples in every run: who changes nothing sees nothing change. `--hypothesis-profile drawn`
 # draws others: what it finds becomes an `@example`, or a test of its own.
-# Nor does it look for numbers and texts in the source of what happens to be imported: other tests in the same process,
-# and every change, would draw others.
+# For the same examples it may not look for numbers and texts in the source of what happens to be imported.
 # Neither judges an example by how long it takes: that is the machine's.
 _AT_ANY_PACE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fixed", derandomize=True, **_AT_ANY_PACE)
 settings.register_profile("drawn", **_AT_ANY_PACE)
 settings.load_profile("fixed")
-_NO_CONSTANTS = providers.Constants()
-providers._get_local_constants = lambda: _NO_CONSTANTS
+_NO_CONSTANTS, _constants_of_imported = providers.Constants(), providers._get_local_constants
+providers._get_local_constants = lambda: _NO_CONSTANTS if settings().derandomize else _constants_of_imported()
 
 # Pools of this process end before they start a spare worker, which takes half of the time of a small run.
 sandbox._SPARES_AFTER_S = 60.0

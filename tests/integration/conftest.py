@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not first.exists():
             train(out)
-            shutil.copytree(out, first)
+            Path(shutil.copytree(out, first.with_suffix(".copy"))).rename(first)  # whole, or not at all
             return out
     return Path(shutil.copytree(first, out))
 

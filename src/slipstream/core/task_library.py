@@ -19,7 +19,7 @@ _DRAWS = "cellpylib"  # the library of its games of life, which imports matplotl
 def reasoning_gym() -> Any:
     """Return the module `reasoning_gym`, all of it but matplotlib; the first call imports it."""
     _defer_drawing()
-    for name in [name for name, module in sys.modules.items() if isinstance(module, _Package)]:
+    for name in [name for name, module in list(sys.modules.items()) if isinstance(module, _Package)]:
         del sys.modules[name]  # what was imported from within it stays, and is not registered again
     return importlib.import_module(_LIBRARY)
 
@@ -39,7 +39,7 @@ def _registered() -> Mapping[str, Any]:
 
 
 def _import_part(name: str) -> None:
-    """Import the file called `name` of any package of the library, and neither packages nor what else is in them."""
+    """Import the file called `name` of any package of the library, without the package and what else is in it."""
     spec = find_spec(_LIBRARY)
     folders = [] if spec is None else spec.submodule_search_locations or []
     if not folders or not name.isidentifier():
