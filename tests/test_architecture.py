@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_415
+MAX_LINES = 92_430
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_335,
     "batching": 450,
     "controller": 6_340,
-    "core": 12_020,
+    "core": 12_035,
     "environments": 8_055,
     "evals": 2_720,
     "generator": 10_035,

@@ -37,6 +37,7 @@ def test_a_deferred_library_is_the_library_itself():
 
 PARTS = """
 import sys
+from slipstream.core import task_library
 from slipstream.core.task_library import create_dataset
 part = [create_dataset("chain_sum", seed=3, size=2)[index] for index in range(2)]
 assert not {"sympy", "numpy", "reasoning_gym.algebra", "reasoning_gym.games"} & sys.modules.keys(), "a second"
@@ -47,6 +48,8 @@ whole = reasoning_gym.create_dataset("chain_sum", seed=3, size=2)
 assert part == list(whole) == list(ChainSumDataset(ChainSumConfig(seed=3, size=2)))
 assert type(whole) is ChainSumDataset and type(sys.modules["reasoning_gym.arithmetic"]) is type(sys)
 assert len(reasoning_gym.factory.DATASETS) > 100 and reasoning_gym.__version__
+assert task_library.reasoning_gym() is sys.modules["reasoning_gym"] is reasoning_gym, "one library for all"
+assert {type(module) for name, module in sys.modules.items() if name.startswith("reasoning_gym")} == {type(sys)}
 assert len(create_dataset("syllogism", seed=3, size=1)) == 1, "of a file with another name"
 try:
     create_dataset("no_such", seed=3, size=1)
@@ -86,3 +89,14 @@ def test_every_dataset_is_what_it_is_in_the_whole():
 
     whole = made([])
     assert made(sorted(whole, reverse=True)) == whole
+
+
+BEHIND = """
+from slipstream.core import task_library
+task_library.create_dataset("chain_sum", seed=3, size=1)
+assert len(task_library.reasoning_gym().factory.DATASETS) > 100, "behind a part as well"
+"""
+
+
+def test_the_whole_library_comes_behind_a_part_of_it():
+    subprocess.run([sys.executable, "-c", BEHIND], check=True)

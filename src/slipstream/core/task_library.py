@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +18,11 @@ _DRAWS = "cellpylib"  # the library of its games of life, which imports matplotl
 def reasoning_gym() -> Any:
     """Return the module `reasoning_gym`, all of it but matplotlib; the first call imports it."""
     _defer_drawing()
-    for name in [name for name, module in list(sys.modules.items()) if isinstance(module, _Package)]:
-        del sys.modules[name]  # what was imported from within it stays, and is not registered again
-    return importlib.import_module(_LIBRARY)
+    library = importlib.import_module(_LIBRARY)
+    for module in list(sys.modules.values()):
+        if isinstance(module, _Package):
+            module.complete()
+    return library
 
 
 def create_dataset(name: str, **params: Any) -> Any:
@@ -47,8 +48,9 @@ def _import_part(name: str) -> None:
     _defer_drawing()
     for file in Path(folders[0]).glob(f"*/{name}.py"):
         package = f"{_LIBRARY}.{file.parent.name}"
-        for part, folder in ((_LIBRARY, file.parents[1]), (package, file.parent)):
-            sys.modules.setdefault(part, _Package(part, folder))
+        for each in (_LIBRARY, package):
+            if each not in sys.modules:
+                sys.modules[each] = _Package.of(each)
         importlib.import_module(f"{package}.{name}")
 
 
@@ -69,14 +71,16 @@ class _Deferred(ModuleType):
 
 
 class _Package(ModuleType):
-    """Stands for a package of the library until something else than a file of it is used, which imports all of it."""
+    """A package of the library that has not run yet, for parts of it; it does where anything else of it is used."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        super().__init__(name)
-        self.__file__ = str(folder / "__init__.py")
-        self.__path__ = [str(folder)]
-        self.__spec__ = ModuleSpec(name, None, origin=self.__file__, is_package=True)
-        self.__spec__.submodule_search_locations = self.__path__
+    @classmethod
+    def of(cls, name: str) -> ModuleType:
+        """Return package `name`, whose own package is imported or one of these."""
+        spec = find_spec(name)
+        assert spec is not None, name
+        module = module_from_spec(spec)
+        module.__class__ = cls
+        return module
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__all__", "__version__"):
@@ -84,4 +88,15 @@ class _Package(ModuleType):
         if find_spec(f"{self.__name__}.{name}") is not None:
             return importlib.import_module(f"{self.__name__}.{name}")
         reasoning_gym()
-        return getattr(sys.modules[self.__name__], name)
+        return getattr(self, name)
+
+    def complete(self) -> None:
+        """Run it, as its import does: then it is a package like any other."""
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        try:
+            self.__spec__.loader.exec_module(self)
+        except BaseException:
+            self.__class__ = _Package
+            raise
