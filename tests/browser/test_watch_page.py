@@ -32,6 +32,9 @@ HOSTILE = (
 )
 
 
+MOVING = "document.getAnimations().filter((one) => one.playState === 'running').length"
+
+
 @pytest.fixture(scope="module")
 def made() -> Loop:
     return Loop(seed=1, steps=20, lost_at_s=6.0).run()
@@ -176,6 +179,9 @@ def test_a_finished_run_opens_at_what_it_came_to(visit: Visit, page_of_made: Wat
     until(page, "document.getElementById('loop-readout').textContent.startsWith('Nothing is on its way any more')")
     at(page, 8.0)
     assert "Point at a dot" in text(page, "#loop-readout")
+    until(page, f"document.querySelector('.wait') && {MOVING} === 0")  # what stands still is painted once
+    page.keyboard.press(" ")
+    until(page, f"{MOVING} > 0")
 
 
 @pytest.mark.slow
@@ -359,6 +365,8 @@ def test_it_follows_a_run_that_grows_is_resumed_and_ends(
     until(page, "document.getElementById('life').textContent === 'running'")
     until(page, "document.querySelectorAll('.dot').length > 3")
     assert page.locator("#go-live").get_attribute("aria-pressed") == "true"
+    until(page, "document.querySelector('.wait')")
+    assert page.evaluate("document.querySelector('.wait').getAnimations().length") == 0, "the run has the cores"
     made.write(run_dir, until_s=7.0)
     until(
         page,

@@ -13,7 +13,7 @@ import { Stage } from './stage.js';
 
 const AHEAD_S = 6; // of the viewer's time that is loaded beyond the playhead
 const SLOW_EVERY_MS = 250; // what need not be redrawn with every frame
-const IDLE_MS = 100; // between frames while nothing moves
+const CALM_MS = 100; // between frames but for a replay: a live page shares its cores with the run
 const REFRESH_MS = 4000; // curves and the outline of a run that goes on
 const PLAY = 'M4 2.5v11L13.5 8z';
 const PAUSE = 'M3.5 3h3v10h-3zM9.5 3h3v10h-3z';
@@ -90,6 +90,7 @@ function goLive() {
 }
 
 function showButtons() {
+  document.body.classList.toggle('replayed', playhead.isPlaying && !playhead.isLive);
   byId('play-icon').setAttribute('d', playhead.isPlaying ? PAUSE : PLAY);
   byId('play').setAttribute('aria-label', playhead.isPlaying ? 'Pause' : 'Play');
   byId('speed').value = String(playhead.speed);
@@ -220,7 +221,7 @@ function notice() {
 // Showing
 
 function frame(now) {
-  const seconds = Math.min(0.1, (now - (frame.before ?? now)) / 1000);
+  const seconds = Math.min(0.5, (now - (frame.before ?? now)) / 1000);
   frame.before = now;
   const { passage } = state;
   const limit = passage && !playhead.isLive && passage.covers(playhead.time) ? passage.to : Infinity;
@@ -246,10 +247,9 @@ function frame(now) {
     showSlowly(passage);
   }
   if (wasPlaying !== playhead.isPlaying) showButtons();
-  if (playhead.isPlaying) {
-    load();
-    requestAnimationFrame(frame);
-  } else setTimeout(requestAnimationFrame, IDLE_MS, frame);
+  if (playhead.isPlaying) load();
+  if (playhead.isPlaying && !playhead.isLive) requestAnimationFrame(frame);
+  else setTimeout(requestAnimationFrame, CALM_MS, frame);
 }
 
 function showSlowly(passage) {
