@@ -33,8 +33,10 @@ from slipstream.core.recipes import merge, stage_dir
 LAGS = (32, 64, 128)
 FAR = 64
 """The lag that verdicts are about."""
+LADDER = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 1e-3)
+"""All learning rates that can be tried."""
 RATES = (5e-5, 1e-4, 2e-4)
-"""Learning rates that each loss is tried with at the lag FAR."""
+"""Those that each loss is tried with first at the lag FAR."""
 SYNC_RATES = (1e-4, 2e-4, 4e-4, 1e-3)
 """Those of synchronous training, which bears greater ones."""
 LEAST_AGE = 0.9
@@ -50,18 +52,25 @@ LOSSES: dict[str, dict[str, Any]] = {
     "IcePop": {"loss": {"name": "icepop"}},
     "M2PO": {"loss": {"name": "m2po"}},
     "OAPL": {"loss": {"name": "oapl", "advantages": "optimal"}},
+    "OAPL, one beta": {
+        "loss": {"name": "oapl", "advantages": "optimal", "optimal_beta": 0.3, "params": {"beta": 0.3}},
+    },
     "VCPO": {
         "loss": {"name": "aipo", "params": {"max_ratio": 8.0, "level": "sequence"}, "reduction": "sequence"},
         "trainer": {"ess_scaling": "sqrt"},
     },
 }
-"""Baselines are the group's mean but for OAPL; of VCPO the ratios of whole completions and its learning rate."""
-TRIED = dict.fromkeys(LOSSES, RATES) | {SYNC: SYNC_RATES}
-"""Learning rates of which each has its best."""
+"""Baselines are the group's mean but for OAPL; of VCPO the ratios of whole completions and its learning rate.
+
+OAPL's authors train with beta_1 = 1 in the value and beta_2 = 1e-3 in the loss, and derive it with one for both.
+"""
+TRIED: dict[str, Sequence[float]] = dict.fromkeys(LOSSES, RATES) | {SYNC: SYNC_RATES}
+"""Learning rates that are tried first."""
 NEW = {
     "IcePop": "2510.18855",
     "M2PO": "2510.01161: no loss at staleness 256",
     "OAPL": "2602.19362: trains at lags above 400 updates",
+    "OAPL, one beta": "2602.19362, equation 3",
     "VCPO": "2602.17616",
 }
 """Those that are asked about, and where they are from."""
@@ -73,11 +82,17 @@ Key = tuple[str, int, float, int]
 """Loss, lag, learning rate and seed; SYNC has lag 0."""
 
 
-def swept() -> list[Key]:
-    """The runs that choose each loss's learning rate."""
+def widened(tried: Sequence[float], best: float) -> Sequence[float]:
+    """`tried` with the next rate of the LADDER beyond `best`, where that lies at an end."""
+    low, high = LADDER.index(min(tried)), LADDER.index(max(tried))
+    return LADDER[max(0, low - (best == LADDER[low])) : high + 1 + (best == LADDER[high])]
+
+
+def swept(tried: Mapping[str, Sequence[float]]) -> list[Key]:
+    """The runs that choose each loss's learning rate among those that are `tried`."""
     return [
         (loss, 0 if loss == SYNC else FAR, lr, seed)
-        for loss, rates in TRIED.items()
+        for loss, rates in tried.items()
         for lr in rates
         for seed in SWEEP_SEEDS
     ]
@@ -182,6 +197,24 @@ def outcomes(lab: Lab, keys: Sequence[Key], kept: Path) -> dict[Key, Outcome]:
     return {key: Outcome(**{name: rows[named[key]][name] for name in Outcome.__annotations__}) for key in keys}
 
 
+Sweep = Mapping[str, Mapping[float, Sequence[Outcome]]]
+"""loss -> learning rate -> one outcome per seed."""
+
+
+def tuned(lab: Lab, kept: Path) -> tuple[Sweep, dict[str, float]]:
+    """What was tried, and each loss's best rate, which has others on both of its sides where the LADDER has."""
+    tried = TRIED
+    while True:
+        sweep: dict[str, dict[float, list[Outcome]]] = {}
+        for (loss, _, lr, _), one in outcomes(lab, swept(tried), kept).items():
+            sweep.setdefault(loss, {}).setdefault(lr, []).append(one)
+        rates = {loss: best_stable_rate(groups) for loss, groups in sweep.items()}
+        wider = {loss: widened(tried[loss], best) for loss, best in rates.items()}
+        if wider == {loss: tuple(rates) for loss, rates in tried.items()}:
+            return sweep, rates
+        tried = wider
+
+
 Runs = Mapping[tuple[str, int], Sequence[Outcome]]
 """(loss, lag) -> one outcome per seed."""
 
@@ -230,10 +263,7 @@ def verdicts(runs: Runs) -> list[Verdict]:
 
 
 def section(lab: Lab) -> Section:
-    sweep: dict[tuple[str, float], list[Outcome]] = {}
-    for (loss, _, lr, _), one in outcomes(lab, swept(), KEPT).items():
-        sweep.setdefault((loss, lr), []).append(one)
-    rates = {loss: best_stable_rate({lr: sweep[loss, lr] for lr in tried}) for loss, tried in TRIED.items()}
+    sweep, rates = tuned(lab, KEPT)
     runs: dict[tuple[str, int], list[Outcome]] = {}
     for (loss, lag, _, _), one in outcomes(lab, compared(rates), KEPT).items():
         runs.setdefault((loss, lag), []).append(one)
@@ -245,7 +275,8 @@ def section(lab: Lab) -> Section:
         "steps of 16 x 8 completions in one update, so that a lag is one of updates. The first `lag` steps are trained "
         "on what the first policy has sampled, from then on every token is as old as the bound. Losses have their "
         f"authors' settings, and each the best learning rate at which it is stable at a lag of {FAR}, synchronous "
-        f"training at none, on seeds {SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}. Verdicts are on {len(SEEDS)} other seeds.",
+        f"training at none, with others tried on both of its sides, on seeds {SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}. "
+        f"Verdicts are on {len(SEEDS)} other seeds.",
         tables={
             f"Held-out accuracy at a lag of {FAR}, synchronous at none, by learning rate; {len(SWEEP_SEEDS)} seeds": (
                 rates_table(sweep, rates)
@@ -273,15 +304,15 @@ def section(lab: Lab) -> Section:
     )
 
 
-def rates_table(sweep: Mapping[tuple[str, float], Sequence[Outcome]], rates: Mapping[str, float]) -> str:
+def rates_table(sweep: Sweep, rates: Mapping[str, float]) -> str:
     def told(group: Sequence[Outcome]) -> str:
         falls = sum(one.is_unstable for one in group)
         return spread([one.after for one in group]) + (f", {falls} unstable" if falls else "")
 
-    tried = sorted({lr for rates in TRIED.values() for lr in rates})
+    tried = sorted({lr for groups in sweep.values() for lr in groups})
     rows = (
-        [loss, *(told(sweep[loss, lr]) if (loss, lr) in sweep else "" for lr in tried), f"{rates[loss]:g}"]
-        for loss in TRIED
+        [loss, *(told(groups[lr]) if lr in groups else "" for lr in tried), f"{rates[loss]:g}"]
+        for loss, groups in sweep.items()
     )
     return markdown_table(["loss", *(f"{lr:g}" for lr in tried), "rate"], rows)
 

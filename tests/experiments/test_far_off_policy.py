@@ -14,6 +14,7 @@ from experiments.far_off_policy import experiment
 from experiments.far_off_policy.experiment import (
     AT_ONCE,
     FAR,
+    LADDER,
     LAGS,
     LOSSES,
     NEW,
@@ -21,6 +22,7 @@ from experiments.far_off_policy.experiment import (
     SEEDS,
     STEPS,
     SYNC_RATES,
+    TRIED,
     Outcome,
     compared,
     outcome,
@@ -29,6 +31,7 @@ from experiments.far_off_policy.experiment import (
     specs,
     swept,
     verdicts,
+    widened,
 )
 from experiments.lab import Lab, Made, Spec
 from experiments.section import ROOT, render
@@ -38,26 +41,33 @@ pytestmark = pytest.mark.usefixtures("resolved_once")
 
 def test_runs_are_what_the_readme_says(tmp_path, words_written_once):
     rates = {loss: 1e-5 * (1 + at) for at, loss in enumerate([SYNC, *LOSSES])}
-    asked = [*swept(), *compared(rates)]
+    asked = [*swept(TRIED), *compared(rates)]
     cells = specs(Lab(tmp_path), asked)
     assert list(cells) == asked
-    assert len({one.name for one in cells.values()}) == len(cells) == 7 * 3 * 3 + 4 * 3 + 5 * (1 + 7 * 3)
+    assert len({one.name for one in cells.values()}) == len(cells) == 8 * 3 * 3 + 4 * 3 + 5 * (1 + 8 * 3)
     for (loss, lag, rate, seed), one in cells.items():
         config = one.config()
         assert (config.seed, config.max_staleness, config.steps, one.cores) == (seed, lag, STEPS, 1)
         assert (config.updates_per_step, config.trainer.optimizer.lr) == (1, rate)
-        assert config.loss.advantages == ("optimal" if loss == "OAPL" else "group_mean")
+        assert config.loss.advantages == ("optimal" if loss.startswith("OAPL") else "group_mean")
         assert config.trainer.ess_scaling == ("sqrt" if loss == "VCPO" else "no")
         assert len(config.rewards.terms) == (1 if loss == SYNC else 2)
         assert f"seed={seed}" in str(config.model.path)
         assert "mixture" in str(config.model.path)
-    assert {(loss, lag, rate) for loss, lag, rate, _ in swept()} == {
+    assert {(loss, lag, rate) for loss, lag, rate, _ in swept(TRIED)} == {
         *((loss, FAR, rate) for loss in LOSSES for rate in RATES),
         *((SYNC, 0, rate) for rate in SYNC_RATES),
     }
-    assert all(seed >= 100 for *_, seed in swept())
+    assert all(seed >= 100 for *_, seed in swept(TRIED))
     assert {(loss, rate) for loss, _, rate, _ in compared(rates)} == {*rates.items()}
     assert NEW.keys() <= LOSSES.keys()
+
+
+def test_a_best_rate_at_an_end_has_the_next_one_tried():
+    assert widened(RATES, 1e-4) == RATES
+    assert widened(RATES, 5e-5) == (2e-5, *RATES)
+    assert widened(RATES, 2e-4) == (*RATES, 4e-4)
+    assert widened(LADDER, LADDER[0]) == widened(LADDER, LADDER[-1]) == LADDER
 
 
 def test_an_outcome_is_read_from_a_runs_files():
@@ -89,25 +99,25 @@ def said(runs) -> list[bool | None]:
 
 
 def test_losses_that_keep_what_is_gained():
-    assert said(all_runs()) == [True] * 9
+    assert said(all_runs()) == [True] * 11
 
 
 def test_losses_that_do_not():
-    assert said(all_runs(IcePop=0.5)) == [False, *[True] * 8]
-    assert said(all_runs(M2PO=0.2)) == [True, False, True, True, True, False, True, True, True]
-    assert said(all_runs(none=0.6)) == [*[True] * 4, *[None] * 4, True]
+    assert said(all_runs(IcePop=0.5)) == [False, *[True] * 10]
+    assert said(all_runs(M2PO=0.2)) == [True, False, *[True] * 4, False, *[True] * 4]
+    assert said(all_runs(none=0.6)) == [*[True] * 5, *[None] * 5, True]
 
 
 def test_nothing_is_as_good_as_what_learned_nothing():
     idle = [replace(one, before=one.after - 0.04) for one in group(0.6, 0)]
-    assert said(all_runs() | {(SYNC, 0): [*group(0.6, 0)[1:], idle[0]]}) == [*[None] * 4, *[True] * 5]
+    assert said(all_runs() | {(SYNC, 0): [*group(0.6, 0)[1:], idle[0]]}) == [*[None] * 5, *[True] * 6]
 
 
 def test_nothing_is_said_of_tokens_that_were_not_old():
     runs = all_runs()
     young = {loss: [replace(one, age=0.89 * FAR) for one in runs[loss, FAR]] for loss in (NONE, "OAPL")}
-    assert said(runs | {("OAPL", FAR): young["OAPL"]}) == [True, True, None, True, True, True, None, True, True]
-    assert said(runs | {(NONE, FAR): young[NONE]}) == [*[True] * 4, *[None] * 4, True]
+    assert said(runs | {("OAPL", FAR): young["OAPL"]}) == [True, True, None, *[True] * 4, None, *[True] * 3]
+    assert said(runs | {(NONE, FAR): young[NONE]}) == [*[True] * 5, *[None] * 5, True]
 
 
 def test_a_token_beyond_the_bound_or_thrown_away_is_told():
@@ -118,7 +128,7 @@ def test_a_token_beyond_the_bound_or_thrown_away_is_told():
 
 
 class MadeUp(Lab):
-    """Uncorrected runs lose what they had, all others gain: OAPL less at 5e-5, more at 2e-4, where it falls."""
+    """Uncorrected runs lose what they had, all others gain: most at 1e-4, but for OAPL at 2e-4, where it falls."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -131,11 +141,11 @@ class MadeUp(Lab):
             config, folder = spec.config(), self.place(spec)
             folder.mkdir(exist_ok=True)
             loses, lag = config.loss.name == "reinforce" and config.max_staleness > 0, config.max_staleness
-            gained = 0.1 if loses else 0.7
+            rate = config.trainer.optimizer.lr
+            gained = 0.1 if loses else 0.7 if rate == 1e-4 else 0.65
             rewards = [0.6] * 40 + [gained] * 216
-            if config.loss.name == "oapl" and config.trainer.optimizer.lr != 1e-4:
-                falls = config.trainer.optimizer.lr > 1e-4
-                gained, rewards = (0.8, [*rewards[:200], *[0.3] * 56]) if falls else (0.65, rewards)
+            if config.loss.name == "oapl" and rate > 1e-4:
+                gained, rewards = 0.8, [*rewards[:200], *[0.3] * 56]
             lines = [
                 {"reward_mean": reward, "staleness_mean": float(min(step, lag)), "ess": 0.9}
                 for step, reward in enumerate(rewards)
@@ -192,15 +202,16 @@ def test_a_section_from_the_files_of_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "KEPT", tmp_path / "outcomes.jsonl")
     found = section(MadeUp(tmp_path / "lab"))
     text = render("far_off_policy", found)
-    assert [verdict.holds for verdict in found.verdicts] == [True] * 9
+    assert [verdict.holds for verdict in found.verdicts] == [True] * 11
     assert "synchronous 0.700 (0.000), RL begins at 0.200 (0.000)" in text
     assert "| no correction | 0.100 (0.000) | 0.100 (0.000) | 0.100 (0.000) |" in text
     assert "| no correction | 5 of 5 | 5 of 5 | 5 of 5 |" in text
     falls = "0.100 (0.000), 3 unstable"
-    assert f"| no correction | {falls} | {falls} | {falls} |  |  | 5e-05 |" in text
-    assert "| OAPL | 0.650 (0.000) | 0.700 (0.000) | 0.800 (0.000), 3 unstable |  |  | 0.0001 |" in text
+    assert f"| no correction | {falls} | {falls} | {falls} | {falls} | {falls} |  |  | 1e-05 |" in text
+    most, less = "0.700 (0.000)", "0.650 (0.000)"
+    assert f"| OAPL |  |  | {less} | {most} | 0.800 (0.000), 3 unstable |  |  | 0.0001 |" in text
     assert "32.0 (bound 32), 64.0 (bound 64), 128.0 (bound 128)" in text
-    assert "| synchronous |  | 0.700 (0.000) | 0.700 (0.000) | 0.700 (0.000) | 0.700 (0.000) | 0.0001 |" in text
+    assert f"| synchronous |  |  | {less} | {most} | {less} | {less} | {less} | 0.0001 |" in text
     assert "Unstable runs, synchronous 0 of 5" in text
     named = next(note for note in found.notes if "the bits of the synchronous trainer" in note).split("`")[1]
     assert (ROOT / named).is_file()
