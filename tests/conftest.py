@@ -81,6 +81,9 @@ LONGEST = """
 """
 
 
+PARALLEL = "tests/parallel/"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files and keep the order within each, since its tests share what it has made."""
     files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
@@ -89,6 +92,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (seed := config.getoption("--shuffle-files")) is not None:
         random.Random(seed).shuffle(files)
     items[:] = itertools.chain.from_iterable(files)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole files, and those of `parallel` to one worker, which forks all ranks from one import."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class WholeFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return PARALLEL if file.startswith(PARALLEL) else file
+
+    return WholeFiles(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -225,6 +225,7 @@ def test_everything_can_be_read_in_light_and_in_dark(
     assert page.evaluate(FAINT) == []
 
 
+@pytest.mark.slow
 def test_lines_dots_and_ticks_are_of_one_scale(visit: Visit, pages: dict[str, str]) -> None:
     """Lines are stretched and dots are not: they must meet, at any width."""
     for width in (390, 1280):
@@ -258,6 +259,7 @@ def test_it_can_be_gone_through_by_keyboard_and_by_its_menu(visit: Visit, pages:
     assert float(strip.evaluate("strip => getComputedStyle(strip).fillOpacity")) > 0.0
 
 
+@pytest.mark.slow
 def test_on_paper_there_are_no_menus_and_no_dark(visit: Visit, pages: dict[str, str]) -> None:
     page = visit(pages["first"], dark=True)
     page.emulate_media(media="print", color_scheme="dark")

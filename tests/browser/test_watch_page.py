@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from browsing import until
+from covering import with_slow
 from made_up_loop import RAW_START_S, VERDICT, Loop
 from test_report_page import BROKEN_WORDS
 from written import loop_at
@@ -48,6 +49,7 @@ def without_measure(made: Loop, folder: Path) -> Path:
     return made.write(folder)
 
 
+@pytest.mark.slow
 def test_the_headline_is_accuracy_where_there_is_a_measure_and_the_mean_reward_elsewhere(
     page_of_made: Watch, visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -265,6 +267,7 @@ def test_everything_works_from_the_keyboard(visit: Visit, page_of_made: Watch, m
     assert time_s() == at_s, "and time stands still meanwhile"
 
 
+@pytest.mark.slow
 def test_the_focus_goes_everywhere_and_is_seen(visit: Visit, page_of_made: Watch) -> None:
     page = visit(page_of_made.url + "#t=8")
     settled(page, "document.querySelector('.token')")
@@ -471,6 +474,7 @@ def test_an_episode_is_read_turn_by_turn(
     assert page.locator(".lane").count() == 6
 
 
+@pytest.mark.slow
 def test_forks_are_read_below_the_trunk(
     visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -563,7 +567,8 @@ def test_on_a_phone_dots_cover_nothing_that_is_written(
     assert most > 300
 
 
-@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
 def test_what_axes_say_lies_beside_their_curves_and_no_word_is_broken(
     visit: Visit, page_of_made: Watch, width: int
 ) -> None:
@@ -582,6 +587,7 @@ def test_what_axes_say_lies_beside_their_curves_and_no_word_is_broken(
     assert page.evaluate(BROKEN_WORDS) == []
 
 
+@pytest.mark.slow
 def test_an_axis_ends_where_all_of_its_lines_do(
     visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -630,7 +636,7 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", with_slow([True], [False]))
 def test_text_can_be_read_in_light_and_in_dark(visit: Visit, page_of_made: Watch, dark: bool) -> None:
     """Contrast of at least 4.5, as WCAG 2.2 AA asks of normal text."""
     page = visit(page_of_made.url + "#t=8", dark=dark)

@@ -81,6 +81,7 @@ def test_a_store_that_is_gone_is_an_error_that_torch_knows() -> None:
         SealedState(Gone(), "run-1-trainer", KEYS).get_state()
 
 
+@pytest.mark.slow
 def test_each_start_of_a_group_meets_in_a_store_of_its_own() -> None:
     """Gloo leaves the addresses of ranks in it: a rank that comes first would connect to where another was before."""
     store, timeout = HashStore(), timedelta(seconds=5)

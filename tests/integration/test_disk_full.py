@@ -43,6 +43,7 @@ def fill(disk: Path) -> None:
                     pass
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_space(tiny: dict[str, Any], disk: Path, monkeypatch) -> None:
     run = disk / "run"
     tables = tiny | {"host": "inline", "warm_start": {"steps": 5, "batch_size": 8, "num_demonstrations": 40}}

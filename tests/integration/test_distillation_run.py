@@ -89,6 +89,7 @@ def test_a_teacher_in_an_executor_of_its_own_teaches_the_same_without_any_reward
     assert "teacher" not in accounting["trainer"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_teacher(run: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     shutil.copytree(run, cut)

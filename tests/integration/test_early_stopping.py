@@ -51,6 +51,7 @@ def has_weights_of(model: Path, checkpoint: Path) -> bool:
     return ours.keys() <= theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_held_out_results_end_is_a_whole_run(small, tmp_path, rewards):
     rewards += [0.1, 0.0, 0.2, 0.7]
     tables = small | SYNC | {"steps": 9, "eval": evaluated(stop_at=0.5)}

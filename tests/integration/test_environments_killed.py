@@ -54,9 +54,8 @@ def rollouts(out: Path) -> list[RolloutLine]:
     return found
 
 
-@pytest.mark.parametrize(
-    "victim", ["worker", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("environments", "generator-1"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["worker", "environments", "generator-1"])
 def test_one_is_killed_and_the_run_goes_on(victim, episodes, tmp_path, monkeypatch):
     def killing(event: Any) -> None:
         if isinstance(event, StepDone) and event.step == 0:

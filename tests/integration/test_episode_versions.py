@@ -172,6 +172,7 @@ def test_keys_that_are_kept_over_a_swap(heard, episodes, tmp_path):
     assert heard.largest_gap() > ROUNDING, "keys of old weights: another distribution than that of any one version"
 
 
+@pytest.mark.slow
 def test_between_batches_an_episode_has_one_version(heard, episodes, tmp_path):
     """A version waits until the episodes that have begun are over, however long their environments take."""
     result = run(episodes, tmp_path / "run", Unpunctual, weight_update="between_batches", max_staleness=1)
@@ -220,7 +221,8 @@ def test_with_adapters_no_version_waits_for_episodes_and_each_keeps_its_own(hear
     assert heard.engines[0].versions_in_use == set()
 
 
-@pytest.mark.parametrize("mode", [pytest.param("between_batches", marks=pytest.mark.slow), "in_flight"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["between_batches", "in_flight"])
 def test_an_evaluation_has_the_version_that_it_was_asked_for(mode, heard, episodes, tmp_path):
     """Beside training, whose version changes meanwhile."""
     evaluation = {"every": 1, "num_prompts": 12, "num_slots": 8}

@@ -149,15 +149,16 @@ def test_an_asynchronous_run_publishes_adapters_alone(adapted, weight_update, pr
     assert any("eval_accuracy" in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight_update", "tensor_parallel", "precision", "base"),
     [
         ("in_flight", 1, "float32", "float32"),
-        pytest.param("between_batches", 1, "float32", "float32", marks=pytest.mark.slow),
-        pytest.param("in_flight", 2, "float32", "float32", marks=pytest.mark.slow),
-        pytest.param("in_flight", 2, "int8", "float32", marks=pytest.mark.slow),
-        pytest.param("in_flight", 2, "int8", "int8", marks=pytest.mark.slow),
-        pytest.param("between_batches", 1, "int8", "int8", marks=pytest.mark.slow),
+        ("between_batches", 1, "float32", "float32"),
+        ("in_flight", 2, "float32", "float32"),
+        ("in_flight", 2, "int8", "float32"),
+        ("in_flight", 2, "int8", "int8"),
+        ("between_batches", 1, "int8", "int8"),
     ],
 )
 def test_two_trainer_ranks_serve_two_replicas(adapted, weight_update, tensor_parallel, precision, base, tmp_path):

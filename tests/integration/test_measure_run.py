@@ -37,6 +37,7 @@ def shown(out: str) -> str:
     return re.sub(r"\s+", " ", out)
 
 
+@pytest.mark.slow
 def test_a_reward_below_0_is_told_by_its_held_out_mean(
     small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,7 +117,8 @@ def steps_of(out: Path) -> int:
     return path.read_text().count('"reward_mean"') if path.exists() else 0
 
 
-@pytest.mark.parametrize("where", [pytest.param("init", marks=pytest.mark.slow), "step"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["init", "step"])
 def test_a_child_that_looks_at_nothing_ends_with_the_controller(
     where: str, tiny: dict[str, Any], tmp_path: Path, start: Start, others: frozenset[int]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A whole run whose trainer lies in two pipeline stages."""
+"""Whole runs whose trainer, or whose generator as well, lies in two pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from audit import audit
+from covering import with_slow
 from trace_audit import audit_trace
 from transformers import AutoModelForCausalLM
 
 import slipstream
 from slipstream.core.errors import ConfigError
+from slipstream.core.run_log import read_rollouts
 
 TWO = {"ranks": 2, "pipeline_parallel": 2}
 MIXTURE = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_width": 16}
@@ -25,32 +27,40 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "grad_norm" in line]
 
 
-def test_two_stages_train_and_serve_what_one_rank_does(tiny: dict[str, Any], tmp_path: Path) -> None:
-    """The reference is what the warm start made, which went through both stages, too."""
+@pytest.mark.parametrize(("trainer", "generator"), with_slow([(2, 2)], [(2, 1), (1, 2)]))
+def test_two_stages_train_sample_and_serve_what_one_rank_does(
+    trainer: int, generator: int, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Without staleness. The reference is what the warm start made, which went through both stages, too."""
     found = {}
-    for ranks in (1, 2):
+    for ranks, stages in [(1, 1), (trainer, generator)]:
         overrides = tiny | {"steps": 2, "max_staleness": 0, "weight_update": "between_batches", "kl": {"coef": 0.1}}
         overrides["warm_start"] = tiny["warm_start"] | {"steps": 4}
         overrides["eval"] = tiny["eval"] | {"num_prompts": 4}
         overrides["trainer"] = {"ranks": ranks, "pipeline_parallel": ranks, "checkpoint_every": 1}
-        overrides["host"] = "inline" if ranks == 1 else "process"
+        overrides["generator"] = tiny["generator"] | {"pipeline_parallel": stages}
+        overrides["host"] = "process" if ranks + stages > 2 else "inline"
         overrides["observe"] = {"tokens_every": 1}
-        out = tmp_path / str(ranks)
+        out = tmp_path / f"{ranks}_{stages}"
         summary = slipstream.run("quickstart", overrides=overrides, out=out, display=False).summary
         assert audit(out)["fates"]["trained"] == 8
-        assert audit_trace(out)["swaps"] == 3, "versions 0 to 2, each with its probe"
-        found[ranks] = metrics(out)[0], summary, out
-    one, two = found[1][0], found[2][0]
+        assert audit_trace(out)["swaps"] == 3 * stages, "versions 0 to 2, on every stage, each with its probe"
+        lines = [line for line in read_rollouts(out / "rollouts.jsonl") if line.versions == [(0, 0)]]
+        texts = {(line.ordinal, line.sample): line.completion for line in lines}
+        tokens = (out / "tokens.jsonl").read_text().count('"policy_logprobs":[')
+        found[out] = metrics(out)[0], summary, texts, tokens
+    (one, before, texts, tokens), (two, after, texts_of_stages, tokens_of_stages) = found.values()
+    assert texts_of_stages == texts
+    assert len(texts) >= 16, "those of groups without a signal are dropped"
+    assert after["eval"]["before"] == before["eval"]["before"]
     for name in ALIKE:
         assert two[name] == one[name], name
     for name in NEARLY:
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-    tokens = [(out / "tokens.jsonl").read_text().count('"policy_logprobs":[') for *_, out in found.values()]
-    assert tokens[0] == tokens[1] > 0
-    summary, out = found[2][1:]
-    assert {"trainer", "trainer@1"} <= set(summary["accounting"])
+    assert tokens == tokens_of_stages > 0
+    assert ("trainer@1" in after["accounting"], "generator-0@1" in after["accounting"]) == (trainer > 1, generator > 1)
     model = AutoModelForCausalLM.from_pretrained(out / "model")
-    assert sum(p.numel() for p in model.parameters()) == summary["model_params"]
+    assert sum(p.numel() for p in model.parameters()) == after["model_params"]
     assert {path.stem for path in (out / "checkpoints").iterdir()} == {"step_1", "step_2"}
 
 

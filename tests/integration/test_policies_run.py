@@ -58,6 +58,7 @@ def test_drop_stale_counts_what_it_discards(tmp_path):
     assert (result.summary["staleness"]["max"], result.summary["staleness"]["bound"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_policy_without_a_bound_promises_none(tmp_path):
     result = run_under("finish_order", tmp_path / "run", max_staleness=0)
     assert result.summary["staleness"]["bound"] is None

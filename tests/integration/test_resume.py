@@ -140,6 +140,7 @@ def test_at_staleness_0_a_run_that_was_cut_off_equals_one_that_was_not(
     assert resumed.summary["earlier_s"] > 0
 
 
+@pytest.mark.slow
 def test_at_staleness_0_what_a_signal_cut_off_is_sampled_again_to_the_same_bits(
     whole, synchronous, tmp_path, monkeypatch
 ):
@@ -167,6 +168,7 @@ def test_at_staleness_0_what_a_signal_cut_off_is_sampled_again_to_the_same_bits(
     assert resumed.summary["prompts"]["regenerated_tokens"] > sum(told[0])
 
 
+@pytest.mark.slow
 def test_a_reference_that_follows_the_policy_is_resumed_with_it(small, tmp_path):
     """The reference has moved twice at the checkpoint, and moves twice more behind it."""
     kl = {"coef": 0.5, "sync_every": 1, "mixup": 0.5}
@@ -221,7 +223,8 @@ def test_what_was_under_way_is_gone_on_with_and_the_bound_holds(small, tmp_path,
     assert resumed.summary["prompts"]["regenerated_tokens"] == again
 
 
-@pytest.mark.parametrize("cut_at", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut_at", [1, 2])
 def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_missing(
     cut_at, small, tmp_path, monkeypatch
 ):

@@ -113,6 +113,7 @@ def test_models_and_reference_that_ranks_hold_together(tiny: dict[str, Any], tmp
         assert "send" not in states[f"{member}@1"], "the first one emits"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_reference(tiny: dict[str, Any], tmp_path: Path) -> None:
     """That of the first attempt's warm start, which lies in the run's folder."""
     overrides = tiny | SYNC | {"host": "inline", "kl": {"coef": 0.5, "executor": "own"}}

@@ -234,6 +234,7 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
     assert resumed.summary["eval"]["after"]["accuracy"] is not None
 
 
+@pytest.mark.slow
 def test_signals_after_the_run_is_saved_say_that_it_is(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

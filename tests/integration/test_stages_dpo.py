@@ -125,9 +125,8 @@ def test_an_interrupted_stage_begins_again_and_a_finished_one_is_left(
     assert len(lines(out / "dpo" / "metrics.jsonl")) == table(out / "dpo" / "stage.json")["steps"]
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param("ipo", marks=pytest.mark.slow), "kto", pytest.param("simpo", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["ipo", "kto", "simpo"])
 def test_other_losses_and_rl_behind_them(loss: str, chain: tuple[Path, slipstream.Result], tmp_path: Path) -> None:
     """From the checkpoint and the preferences of the chain; 'stage:dpo' is where RL starts from."""
     tables = {

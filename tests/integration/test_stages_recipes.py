@@ -15,7 +15,9 @@ import slipstream
 from slipstream.core.recipes import resolve
 from slipstream.observe.evaluation import MOMENTS
 
-RECIPES = ("tldr_mini", pytest.param("stylistic_mini", marks=pytest.mark.slow))
+pytestmark = pytest.mark.slow
+
+RECIPES = ("tldr_mini", "stylistic_mini")
 SCALED_DOWN: dict[str, Any] = {
     "host": "inline",
     "steps": 2,
@@ -107,7 +109,6 @@ def test_the_evaluation_is_whole_and_sane(run: Path) -> None:
     assert abs(found["after"]["drift"]["kl"]["per_sequence"]["mean"]) > 10 * abs(at_first)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_tldr_mini_as_shipped_wins_by_gold(tmp_path: Path) -> None:
     """docs/stages.md: from 0.38 to 0.55 or 0.56, rewarded by a model that has seen some 1500 of gold's labels."""

@@ -158,12 +158,13 @@ def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(ti
     assert process.summary["staleness"]["max"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "is_replayed"),
     [
         ("qwen3_moe", True),
-        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
-        pytest.param("mixtral", False, marks=pytest.mark.slow),
+        ("qwen3_moe", False),
+        ("mixtral", False),
     ],
 )
 def test_a_mixture_of_experts_gives_the_weights_of_the_loop(family, is_replayed, tiny, sync_tables, tmp_path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from covering import with_slow
 
 import slipstream
 from slipstream.core.run_log import read_metrics
 from slipstream.trainer import executor
 
 
-@pytest.mark.parametrize(("lr", "share"), [(1e-3, 0.0), (1e-9, 1.0)])
+@pytest.mark.parametrize(("lr", "share"), with_slow([(1e-9, 1.0)], [(1e-3, 0.0)]))
 def test_a_step_too_small_to_be_seen(tiny, tmp_path, monkeypatch, lr, share) -> None:
     """At 1e-9 bytes of weights change, and no logprob of the probe text by a thousandth, which is what is looked at."""
     exact = executor.probed

@@ -68,6 +68,7 @@ def test_it_is_told_at_the_next_commit(
         assert not (run / "summary.json").exists(), "what is there now is not the run's"
 
 
+@pytest.mark.slow
 def test_it_is_told_also_when_the_last_line_is_written(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import with_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,10 +89,11 @@ def test_what_is_kept_changes_time_and_memory_only(case):
         assert elements == 2 * (16 * counts.product_elements + padding * counts.local.query_size)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo hides it, if it is no error
 @pytest.mark.parametrize(
     ("case", "batches"),
-    with_slow([("parallel", 2)], [("llama", 3), ("parallel", 3)]),
+    [("parallel", 2), ("llama", 3), ("parallel", 3)],
 )
 def test_compiled_layers_give_the_same(case, batches):
     """For another number of tokens nothing is compiled again."""

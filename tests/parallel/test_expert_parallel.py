@@ -103,7 +103,7 @@ def alone() -> Trained:
     ("layout", "gradient_error", "weight_error"),
     [
         pytest.param(PAIR, 3e-6, 1e-5, marks=pytest.mark.slow),
-        (Layout(4, 1, experts=2), 3e-6, 1e-5),
+        pytest.param(Layout(4, 1, experts=2), 3e-6, 1e-5, marks=pytest.mark.slow),
         (replace(FOUR, reduce_once=True, recomputes=True), 3e-6, 1e-5),
         pytest.param(Layout(1, 2), 3e-6, 1e-5, marks=pytest.mark.slow),
         (Layout(2, 2, experts=2), 3e-6, 1e-5),

@@ -62,7 +62,8 @@ def test_every_completion_is_of_the_versions_that_it_says(
     assert max(num_spans) > 1
 
 
-@pytest.mark.parametrize("precision", with_slow(["int8"], ["mxfp4"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "mxfp4"])
 def test_versions_of_fewer_bits_are_served_by_stages(
     ranks: RankPool, policy: str, transport: str, precision: str
 ) -> None:
