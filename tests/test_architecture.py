@@ -183,7 +183,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 12_035,
     "environments": 8_055,
     "evals": 2_720,
-    "generator": 10_035,
+    "generator": 10_047,
     "jail": 1_055,
     "jobs": 980,
     "models": 9_980,

@@ -12,8 +12,10 @@ import pytest
 from ports import Port
 from test_executor_swaps import Node
 
+from slipstream.core.clock import VirtualClock
 from slipstream.core.service_messages import Admit, CompletionsFinished, Evaluate, Settled
 from slipstream.core.types import Completion, Prompt, Segment
+from slipstream.generator.outgoing import GATHER_S
 from slipstream.generator.unsettled import Unsettled
 
 PROMPT = Prompt(prompt_id="p", text="x", tokens=np.zeros(1, np.int32), task="t")
@@ -39,11 +41,13 @@ def sent(port: Port) -> list[tuple[int, int, int]]:
     return found
 
 
-def test_each_is_sent_at_once_and_kept_until_its_group_is_settled() -> None:
+def test_each_is_sent_when_asked_and_kept_until_its_group_is_settled() -> None:
     port = Port("rewards")
     unsettled = Unsettled(port)
     for ordinal, sample in [(3, 0), (3, 1), (4, 0)]:
         unsettled.add(completion(ordinal, sample))
+        assert sent(port) == []
+        assert unsettled.send()
         assert sent(port) == [(-1, ordinal, sample)]
     assert len(unsettled) == 3
     unsettled.settle(Settled(ordinals=(3, 9)))
@@ -59,6 +63,7 @@ def test_groups_and_the_prompts_of_evaluations_are_counted_apart() -> None:
     for one in (completion(1), completion(1, eval_id=0), completion(2, eval_id=0), completion(1, eval_id=1)):
         unsettled.add(one)
     unsettled.settle(Settled(ordinals=(1,)))
+    unsettled.send()
     sent(port)
     unsettled.rejoined("rewards")
     assert sent(port) == [(0, 1, 0), (0, 2, 0), (1, 1, 0)]
@@ -72,6 +77,7 @@ def test_nothing_waits_for_room_and_nothing_is_out_of_order() -> None:
     unsettled = Unsettled(port)
     for ordinal in range(5):
         unsettled.add(completion(ordinal))
+    assert unsettled.send()
     assert not unsettled.send()
     assert sent(port) == [(-1, 0, 0), (-1, 1, 0)]
     unsettled.settle(Settled(ordinals=(2,)))  # elsewhere
@@ -84,6 +90,7 @@ def test_while_nobody_is_there_all_is_kept() -> None:
     port = Port("rewards")
     unsettled = Unsettled(port)
     unsettled.add(completion(0))
+    unsettled.send()
     sent(port)
     port.is_closed = True
     unsettled.add(completion(1))
@@ -106,6 +113,7 @@ def test_every_scorer_that_lives_long_enough_gets_all_that_has_no_verdict(seed: 
                 ordinal = rng.randrange(40)
                 has_no_verdict.setdefault(ordinal, []).append(number)
                 unsettled.add(completion(ordinal, number))
+                unsettled.send()
             case "take":
                 has_got.update(sent(port))
                 unsettled.send()
@@ -145,6 +153,32 @@ def test_a_generator_keeps_what_it_has_finished_and_sends_no_group_that_others_w
     node.generator.rejoined("peer")
     assert not node.completions.messages
     assert not node.generator.outgoing.settled_early, "nothing is remembered of what is over"
+
+
+@pytest.mark.parametrize("host", ["process", "inline"])
+def test_completions_gather_for_a_moment_while_more_is_decoded(tmp_path: Path, host: str) -> None:
+    outgoing = Node(tmp_path, host=host).generator.outgoing
+    clock, unsettled = outgoing._context.clock, outgoing.unsettled
+    assert isinstance(clock, VirtualClock)
+    assert unsettled is not None
+    assert not outgoing.is_due(more_comes=False), "there is nothing"
+    unsettled.add(completion(0))
+    assert outgoing.is_due(more_comes=True), "the last ones left long ago"
+    assert outgoing.send()
+    unsettled.add(completion(1))
+    assert outgoing.is_due(more_comes=True) == (host == "inline"), "between processes a frame costs more than it does"
+    assert outgoing.is_due(more_comes=False)
+    clock.advance(GATHER_S)
+    assert outgoing.is_due(more_comes=True)
+
+
+def test_the_last_completions_of_all_leave_in_the_step_that_ends_them(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.admit(0, 4)
+    while node.generator.step():
+        if not node.backend.has_work():
+            assert len(node.finished()) == 4
+    assert len(node.finished()) == 4
 
 
 def test_tokens_that_a_resume_brought_were_not_generated_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The recipes of the whole pipeline themselves: one scaled down in every test run, the rest in the slow one."""
+"""The recipes of the whole pipeline themselves, scaled down, and one as it is shipped."""
 
 from __future__ import annotations
 

@@ -180,10 +180,7 @@ class Generator(Executor):
             if self._is_stopped:
                 return has_news
             has_news = self.weights.poll() or has_news
-        if self.outgoing.num_unsent or (self.episodes is not None and self.episodes.num_unsent):
-            with spans.span("send"):
-                has_news = self.outgoing.send() or has_news
-                has_news = (self.episodes is not None and self.episodes.send()) or has_news
+        has_news = self._send() or has_news
         agreed = self._agree()
         if agreed is None:
             return has_news
@@ -192,11 +189,22 @@ class Generator(Executor):
         has_swapped = self.swaps.take(agreed.version)
         has_evaluated = self._evaluate()
         has_decoded = self._decode()
+        self._send()
         has_worked = bool(agreed.commands) or has_swapped or has_evaluated or has_decoded
         has_more = self.together.rest(has_worked=has_worked)
         self._count()
         spans.set_idle_state(self._idle_state)
         return has_news or has_more
+
+    def _send(self) -> bool:
+        """Send completions, now and then, and turns, at once; whether any was sent. What cannot be sent is kept."""
+        is_due = self.outgoing.is_due(more_comes=self.backend.has_work())
+        has_turns = self.episodes is not None and self.episodes.num_unsent > 0
+        if not is_due and not has_turns:
+            return False
+        with self.context.spans.span("send"), self.context.together():
+            has_sent = is_due and self.outgoing.send()
+            return (self.episodes is not None and self.episodes.send()) or has_sent
 
     @property
     def _idle_state(self) -> str:
@@ -300,6 +308,7 @@ class Generator(Executor):
 
     def leave(self) -> None:
         """Hand over all that is begun here, and end. Several ranks would have to agree on a step: they end as lost."""
+        self.outgoing.send()
         if self.context.group.world == 1:
             groups: dict[int, list[Unfinished]] = {}
             for one in self._partials(self.outgoing.rows):

@@ -16,6 +16,9 @@ from slipstream.models.tokenizer import Tokenizer
 
 Ended = Finished | EndedEpisode
 
+GATHER_S = 0.02
+"""While more is decoded, completions leave at most this often: a frame costs those who score as much as several."""
+
 
 class Outgoing:
     """Knows the groups that are sampled here, `prompts`: ordinal -> prompt, completions still to come.
@@ -32,6 +35,8 @@ class Outgoing:
         self.generated_tokens = 0
         self._config, self._context, self._replica = config, context, replica
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self._gather_s = GATHER_S if config.host == "process" else 0.0
+        self._sent_s = -GATHER_S
         self.settled_early: set[int] = set()  # ordinals of `prompts` whose group was scored: others had sampled it
 
     def admit(self, message: Admit) -> None:
@@ -45,12 +50,15 @@ class Outgoing:
         if self.unsettled is not None:
             self.unsettled.settle(message)
 
-    @property
-    def num_unsent(self) -> int:
-        return 0 if self.unsettled is None else self.unsettled.num_unsent
+    def is_due(self, *, more_comes: bool) -> bool:
+        """Whether there is anything to `send` that need not wait for what is still decoded."""
+        if self.unsettled is None or not self.unsettled.num_unsent:
+            return False
+        return not more_comes or self._context.clock.now_s() - self._sent_s >= self._gather_s
 
     def send(self) -> bool:
-        """Send what has not been sent; whether anything was."""
+        """Send what has not been sent, as far as there is room; whether anything was."""
+        self._sent_s = self._context.clock.now_s()
         return self.unsettled is not None and self.unsettled.send()
 
     def rejoined(self, executor: str) -> None:
@@ -59,7 +67,7 @@ class Outgoing:
             self.unsettled.rejoined(executor)
 
     def pass_on(self, ended: Ended, *, num_restored: int = 0, handed_over_by: int = -1) -> CompletionFinished | None:
-        """Send a finished completion of training to its verifier; return what the controller is to hear, from rank 0.
+        """Take a finished completion of training for its verifier; return what the controller is to hear, from rank 0.
 
         A resume, or the replica `handed_over_by`, brought `num_restored` of its tokens, the first ones.
         """
@@ -93,7 +101,7 @@ class Outgoing:
         )
 
     def pass_on_answer(self, ended: Ended, prompt: Prompt, eval_id: int) -> None:
-        """Send the finished answer to held-out prompt `prompt` to its verifier."""
+        """Take the finished answer to held-out prompt `prompt` for its verifier."""
         if self.unsettled is not None:
             self.unsettled.add(self.completion_of(ended, prompt, eval_id))
 

@@ -16,7 +16,7 @@ NO_EVALUATION = -1
 
 
 class Unsettled:
-    """Sends completions as far as there is room, and keeps each until it is settled.
+    """Sends completions, when asked to and as far as there is room, and keeps each until it is settled.
 
     Bound: what a replica was admitted and the controller has not heard to be scored, at most `num_slots` and a group in
     reserve being decoded, and (k + 1) P + W groups of G waiting for their step; and the evaluations it was asked for.
@@ -35,14 +35,13 @@ class Unsettled:
 
     @property
     def num_unsent(self) -> int:
-        """The number of completions not sent yet, for want of room or of a receiver."""
+        """The number of completions not sent yet."""
         return len(self._unsent)
 
     def add(self, completion: Completion) -> None:
-        """Keep it, and send it at once if nothing is in the way."""
+        """Keep it; the next `send` sends it."""
         self._kept.setdefault(_key(completion), []).append(completion)
         self._unsent.append(completion)
-        self.send()
 
     def send(self) -> bool:
         """Send what has not been sent, in order; whether anything was."""
