@@ -348,7 +348,7 @@ class ExportOptions:
     """Flags of `slipstream export`."""
 
     model: str | None = flag(
-        "Folder of a finished run, or a Hugging Face checkpoint or adapter: folder or hub id.", is_positional=True
+        "Folder of a finished run or an adapter, or a Hugging Face checkpoint: folder or hub id.", is_positional=True
     )
     out: str | None = flag("New folder to write to.", is_positional=True)
     merged: bool = flag("Write a model that has its adapters in its weights, for programs without.", default=False)

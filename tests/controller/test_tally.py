@@ -15,7 +15,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Decision, Snapshot
-from slipstream.core.service_messages import Counters, EvalScored
+from slipstream.core.service_messages import NUM_SHOWN, Counters, EvalScored
 from slipstream.core.types import EpisodeRecord, StartGroup, StepDone, Stop
 from slipstream.observe.metrics import LEAST_S, flatten
 from slipstream.observe.samples import Sample, read_samples, write_samples
@@ -95,6 +95,14 @@ def test_an_evaluation_is_known_by_its_reward_whether_or_not_there_is_a_measure(
             resumed.recall({"step": 4, "version": 4, **flatten(found.metrics(prefix))})
         assert unevaluated(resumed) == ()
         assert resumed.evaluation(4) == evaluation
+
+
+def test_of_the_answers_of_an_evaluation_those_that_are_shown_are_kept() -> None:
+    """A run that evaluates thousands of long answers often has no memory for all of them."""
+    tally = Tally(resolve("quickstart"), started_s=0.0)
+    scores = [answer(ordinal, 0.0) for ordinal in reversed(range(3 * NUM_SHOWN))]
+    tally.take(EvaluationDone(4, GREEDY, measured(scores, None), scores))
+    assert [one.ordinal for one in tally.evaluations[4].scores] == list(range(NUM_SHOWN))
 
 
 def test_an_older_run_s_evaluations_are_recalled() -> None:

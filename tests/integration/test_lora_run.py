@@ -323,7 +323,7 @@ def test_peft_loads_what_a_run_leaves(finished):
     assert transformers.AutoTokenizer.from_pretrained(finished / "model").decode([3 + ord("a") - 32]) == "a"
 
 
-def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys):
+def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys, monkeypatch):
     result = slipstream.evaluate_model(finished, num_prompts=16)
     accuracy = json.loads((finished / "summary.json").read_text())["eval"]["after"]["accuracy"]
     assert result.accuracy == pytest.approx(accuracy)
@@ -339,6 +339,9 @@ def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys):
     assert torch.equal(logits_of(load_model(tmp_path / "adapter"), tokens), expected)
     assert main(["export", str(finished), str(tmp_path / "merged")]) == 2
     assert "in use" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    assert main(["export", str(finished), str(tmp_path / "for_the_hub"), "--push-to-hub", "org/name"]) == 2
+    assert "--merged uploads the whole model" in capsys.readouterr().err
     more = {
         "host": "inline",
         "steps": 1,

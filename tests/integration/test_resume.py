@@ -260,6 +260,24 @@ def test_a_resume_of_a_run_that_was_evaluated_to_the_end_evaluates_only_what_is_
 
 
 @pytest.mark.slow
+def test_a_killed_run_goes_on_with_more_and_with_fewer_ranks_and_replicas(small, tmp_path):
+    """As after a GPU that failed: nothing that was scored or begun is sampled again, wherever it is needed now."""
+    out = tmp_path / "run"
+    process = start(small | AHEAD | {"host": "process", "steps": 100}, out)
+    await_steps(out, 3, process)
+    process.kill()
+    process.communicate(timeout=60)
+    for steps, many, microbatch_tokens in ((8, 2, 512), (10, 1, 1024)):
+        layout = {"trainer.ranks": many, "generator.replicas": many, "trainer.microbatch_tokens": microbatch_tokens}
+        summary = slipstream.run(resume=out, overrides=layout | {"steps": steps}, display=False).summary
+        assert (summary["status"], summary["steps"]) == ("done", steps)
+        assert {"trainer@1" in summary["accounting"], "generator-1" in summary["accounting"]} == {many == 2}
+        assert summary["prompts"]["lost"] == summary["prompts"]["repeated"] == 0
+        assert summary["prompts"]["trained"] == steps * small["groups_per_step"]
+        assert summary["staleness"]["max"] <= AHEAD["max_staleness"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["torn", "missing", "of another cut"])
 def test_without_what_was_under_way_it_is_sampled_again(damage, small, tmp_path, monkeypatch):
     run = tmp_path / "run"

@@ -17,6 +17,7 @@ import slipstream
 import slipstream.stages.dpo as dpo
 from slipstream.core.errors import ConfigError
 from slipstream.core.sections import ModelConfig
+from slipstream.evals.target import served_target
 from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.scalar import new_scalar_model, save_scalar_model
@@ -64,6 +65,7 @@ def test_what_the_chain_leaves(chain: tuple[Path, slipstream.Result]) -> None:
     assert record["train_accuracy"] > 0.6
     assert record["last_loss"] < record["first_loss"] - 0.01
     AutoModelForCausalLM.from_pretrained(out / "dpo" / "model")
+    assert served_target(out).folder == out / "dpo" / "model"
     evaluation = table(out / "evaluation.json")
     assert (result.status, result.summary["evaluation"]) == ("done", evaluation)
     assert evaluation["checkpoints"]["after"] == str(out / "dpo" / "model")

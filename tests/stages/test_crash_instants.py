@@ -344,6 +344,8 @@ def test_what_an_attempt_came_to_is_set_aside_with_it(folder: Path) -> None:
     """A report of the next one would show it as its own; alarms and tokens are those of the steps that are left."""
     run(folder, FragileDisk(folder))
     (folder / "summary.json").write_text('{"status": "interrupted"}')
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     for name in ("alarms.jsonl", "tokens.jsonl"):
         (folder / name).write_text("".join(f'{{"step":{step}}}\n' for step in (0, 2, 3)))
     written = {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
@@ -351,6 +353,8 @@ def test_what_an_attempt_came_to_is_set_aside_with_it(folder: Path) -> None:
     resumed = prepare_resume(folder)
     assert not (folder / "summary.json").exists()
     assert (resumed.attempt / "summary.json").read_text() == '{"status": "interrupted"}'
+    assert not (folder / "model").exists(), "it would be evaluated, served and exported as what comes after it"
+    assert (resumed.attempt / "model" / "config.json").is_file()
     assert {path.name: path.read_bytes() for path in resumed.attempt.glob("*.jsonl")} == written
     for name in ("alarms.jsonl", "tokens.jsonl"):
         assert lines(folder / name) == [{"step": 0}, {"step": 2}]

@@ -6,11 +6,14 @@ import math
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fragile_disk import KINDS, FragileDisk, watching
 
-from slipstream.stages import progress
+from slipstream.core.recipes import resolve
+from slipstream.stages import progress, rl
+from slipstream.stages.rl import FromPython
 
 
 def test_a_recent_mean_is_that_of_what_was_measured() -> None:
@@ -48,3 +51,21 @@ def test_a_stage_is_done_only_once_its_output_is_on_the_disk(tmp_path: Path) -> 
     for picture in done:
         for name in ("metrics.jsonl", "model/model.safetensors"):
             assert (picture / name).read_bytes() == b"all of it", picture
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"), [({}, True), ({"generator.device": "cuda"}, False), ({"generator.engine": "vllm"}, False)]
+)
+def test_a_run_that_leaves_gpus_alone_says_so(
+    overrides: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe of a large model would else be trained on the CPU for days, without a word."""
+    told: list[str] = []
+    monkeypatch.setattr(rl, "tell", lambda config, given, notes: told.extend(notes))
+    monkeypatch.setattr(rl, "describe", lambda: SimpleNamespace(gpus=("a GPU",) * 8))
+    monkeypatch.setattr("slipstream.plan.gpu_sizes.with_sizes", lambda config, **_: (config, None))
+    monkeypatch.setattr("slipstream.plan.one_gpu.with_shares", lambda config, **_: (config, None))
+    config = resolve("quickstart", overrides)
+    assert rl._for_gpus(config, config, FromPython()) == (config, config)
+    line = "this machine has 8 GPUs, and the run computes on its CPU: trainer.device and generator.device are 'cpu'"
+    assert told == [line] * is_told

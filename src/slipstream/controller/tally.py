@@ -248,7 +248,7 @@ class Tally:
             answers.sets[done.name] = done.found
         elif done.temperature == GREEDY:
             answers.greedy = done.found
-            answers.scores = sorted(done.scores, key=lambda score: score.ordinal)
+            answers.scores = sorted(done.scores, key=lambda score: score.ordinal)[:NUM_SHOWN]
         else:
             answers.sampled = done.found
 
@@ -347,7 +347,7 @@ class Tally:
                 before_is_right=is_right(one, measure),
                 before_turns=_turns(one),
             )
-            for one in before.scores[:NUM_SHOWN]
+            for one in before.scores
         ] or read_samples(path)
         if self.steps_done and after.scores:
             samples = [

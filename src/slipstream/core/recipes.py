@@ -190,6 +190,15 @@ RESUMED_WITH = (
     "steps",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
+    "trainer.ranks",
+    "trainer.tensor_parallel",
+    "trainer.context_parallel",
+    "trainer.pipeline_parallel",
+    "trainer.pipeline_chunks",
+    "trainer.microbatch_tokens",
+    "generator.replicas",
+    "generator.tensor_parallel",
+    "generator.pipeline_parallel",
     "eval.stop_at",
     "eval.patience",
     "generator.max_replicas",
@@ -201,8 +210,8 @@ RESUMED_WITH = (
     "shutdown_grace_s",
     "max_restarts",
 )
-"""Fields that may change when a run goes on: when it ends, how often it is saved, who may join, where its critic is
-trained, how long it waits."""
+"""Fields that may change when a run goes on: when it ends, how often it is saved, its ranks and replicas, in what
+pieces it is computed, who may join, where its critic is trained, how long it waits."""
 
 CHOSEN = ("generator.num_slots", "generator.prefill_tokens")
 """Fields that a run fills in when it starts, where its recipe leaves them open (`plan.gpu_sizes`)."""

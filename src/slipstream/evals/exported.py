@@ -9,7 +9,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import check_path
 from slipstream.evals.target import served_target
 from slipstream.models.hf import load_model, save_model
-from slipstream.models.hub import Tell, check_upload, made_repository, upload
+from slipstream.models.hub import Tell, check_upload, hub_id_of, is_adapter, made_repository, upload
 from slipstream.models.lora import merged, shapes_of
 from slipstream.models.peft import base_folder, save_adapter, tokenizer_folder
 from slipstream.models.preflight import check_checkpoint
@@ -31,7 +31,8 @@ def export(
     A model with adapters is written as PEFT's adapter, or with `merge` as a model without: W + s B A in place of W.
     `push_to_hub` names a repository of the hub, 'ORG/NAME', that gets the files, too: it is made first, where it is not
     there, `private` if so wished; token and address are those of `huggingface_hub`.
-    ConfigError where there is no checkpoint, or something in the way. Identity: the logits are those of `model`, of a
+    ConfigError where there is no checkpoint, or something in the way, and for an adapter for the hub whose base is not
+    from there. Identity: the logits are those of `model`, of a
     merged one up to rounding.
     """
     check_path(out, "the folder to write")
@@ -47,6 +48,10 @@ def export(
     checkpoint = served_target(model, tell=tell).folder
     check_checkpoint(checkpoint, "language")
     if push_to_hub is not None:
+        base = base_folder(checkpoint)
+        if is_adapter(checkpoint) and not merge and hub_id_of(base.resolve()) is None:
+            what, hint = "an adapter names its base, which others cannot load", "--merged uploads the whole model"
+            raise ConfigError(what, got=f"a folder of this machine, '{base}'", allowed="a base from the hub", hint=hint)
         made_repository(push_to_hub, private=private)
     tokens = tokenizer_folder(checkpoint)
     tokenizer = load_tokenizer(tokens) if has_tokenizer(tokens) else None

@@ -103,7 +103,8 @@ class Serving:
             stop.set()
 
         model = self._make(fail)
-        limits = GatewayLimits(max_pending=2 * self._limits.max_open)
+        most = 2 * self._limits.max_open
+        limits = GatewayLimits(max_pending=most, max_connections=max(most, GatewayLimits.max_connections))
         app = build_app(model, limits=limits)
         if not model.asks_for_key:
             app.add_middleware(OwnSitesOnly)

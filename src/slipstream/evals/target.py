@@ -10,10 +10,20 @@ from typing import Any, NamedTuple
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
-from slipstream.core.recipes import load_recipe, merge, nested, resolve, table_of, with_checkpoints, with_stage_paths
+from slipstream.core.recipes import (
+    load_recipe,
+    merge,
+    nested,
+    read_toml,
+    resolve,
+    table_of,
+    with_checkpoints,
+    with_stage_paths,
+)
 from slipstream.core.run_lock import LOCK_FILE
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
+from slipstream.observe.attempts import attempt_folders
 
 _OWN_FILES = (LOCK_FILE, "ledger.jsonl", "summary.json")
 """Files of a run's folder: the first is there from its beginning, the last at its end."""
@@ -123,7 +133,7 @@ def _of_messages(template: str) -> str | None:
 def _checkpoint_in(path: Path) -> tuple[Path, bool]:
     """Return the checkpoint in folder `path`, which may be a run's, and whether it is. ConfigError for none."""
     is_run = (path / "config.toml").is_file()
-    checkpoint = path / "model" if is_run else path
+    checkpoint = _left_by(path) if is_run else path
     if not has_checkpoint(checkpoint):
         raise ConfigError(
             f"there is no checkpoint in '{path}'",
@@ -132,6 +142,16 @@ def _checkpoint_in(path: Path) -> tuple[Path, bool]:
             hint="a run writes model/ when it ends; `slipstream run --resume` finishes it" if is_run else None,
         )
     return checkpoint, is_run
+
+
+def _left_by(run_dir: Path) -> Path:
+    """The folder of the policy that a run leaves: RL's, or without RL that of the last stage that trains one."""
+    if (run_dir / "model").is_dir():
+        return run_dir / "model"
+    stages = read_toml(run_dir / "config.toml").get("stages")
+    if isinstance(stages, list) and "rl" not in stages:
+        return next((run_dir / stage / "model" for stage in ("dpo", "sft") if stage in stages), run_dir / "model")
+    return run_dir / "model"
 
 
 def _run_of(path: Path) -> Path | None:
@@ -166,7 +186,8 @@ def _check_reward_models(config: RunConfig, run_dir: Path | None) -> None:
 
 def _seen(path: Path, *, is_run: bool) -> str:
     if is_run:
-        return "a run without an exported model"
+        earlier = [f", but for {one.name}/model" for one in attempt_folders(path) if (one / "model").is_dir()]
+        return "".join(["a run without an exported model", *earlier[-1:]])
     if path.is_dir():
         return "a folder without config.json"
     return "a file" if path.exists() else "nothing of that name"

@@ -80,7 +80,8 @@ def prepare_resume(run_dir: Path, found: Found | None = None) -> Resumed:
 
 
 def set_aside(run_dir: Path) -> Path:
-    """Copy the run's lines to the next `attempt_<n>/`, which is there whole or not at all; move timelines and summary.
+    """Copy the run's lines to the next `attempt_<n>/`, which is there whole or not at all; move timelines, summary and
+    the model of an end that is one no more.
 
     The run has not come to the end that the summary tells of.
     """
@@ -100,7 +101,7 @@ def set_aside(run_dir: Path) -> Path:
     except BaseException:  # a full disk has its room back
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for name in ("timeline", "summary.json"):
+    for name in ("timeline", "summary.json", "model"):
         if (run_dir / name).exists():
             (run_dir / name).rename(attempt / name)
     sync(attempt)

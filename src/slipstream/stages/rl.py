@@ -34,8 +34,9 @@ from slipstream.core.errors import CheckpointError, ConfigError, DiskError, Exec
 from slipstream.core.files import open_regular
 from slipstream.core.hooks import Hooks, load_callbacks
 from slipstream.core.interrupts import GO_ON_VARIABLE, Interrupted, Interrupts
+from slipstream.core.jsonl import read_jsonl
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
-from slipstream.core.run_log import Snapshot, read_metrics
+from slipstream.core.run_log import Snapshot
 from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.unfinished_messages import Unfinished
 from slipstream.environments.checks import Given
@@ -279,7 +280,7 @@ def _tally(
     )
     if cut is not None:
         tally.restore(cut.run)
-        for line in read_metrics(run_dir / "metrics.jsonl"):
+        for line in read_jsonl(run_dir / "metrics.jsonl", dict[str, Any]):
             tally.recall(line)
         if cut.schedule.steps_done < config.steps:
             drop_after(run_dir / "samples.json")
@@ -464,6 +465,9 @@ def _build(
 def _for_gpus(config: RunConfig, with_paths: RunConfig, given: FromPython) -> tuple[RunConfig, RunConfig]:
     """`config` with sizes for this machine's GPUs, which a resumed run keeps; `with_paths` with shares of them, too."""
     if not config.computes_on_gpu:
+        if config.generator.engine == "native" and (gpus := describe().gpus):
+            unused = f"this machine has {len(gpus)} GPUs, and the run computes on its CPU"
+            tell(config, given, [f"{unused}: trainer.device and generator.device are 'cpu'"])
         return config, with_paths
     from slipstream.plan.gpu_sizes import with_sizes
     from slipstream.plan.one_gpu import with_shares
