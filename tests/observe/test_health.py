@@ -3,6 +3,7 @@
 import itertools
 import math
 import runpy
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -355,12 +356,16 @@ def test_after_a_resume_the_steps_on_file_ring_no_more(tmp_path):
     series = list(sick_series("straggler", 1))
     first = Watchman(HealthConfig(), tmp_path)
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
-    for line in series[:110]:
+    for line in (line | {"said": 60_000 * "x"} for line in series[:110]):
         first.tell(first.health.update(line))
         metrics.write(step=line["step"], version=line["step"] + 1, wall_s=0.0, metrics=line)
     metrics.close()
     first.close()
+    tracemalloc.start()
     second = Watchman(HealthConfig(), tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2_000_000, "bytes; the lines together are 6,600,000"
     rung = [alarm.event for line in series[110:] for alarm in second.tell(second.health.update(line))]
     second.close()
     assert rung == ["ended"]

@@ -744,6 +744,7 @@ def test_of_a_long_run_the_times_are_those_that_its_processes_reported(
             }
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr("slipstream.observe.report.data.EXACT_BYTES", 0)
+    (run_dir / "events.jsonl").write_bytes(b"damaged, which nothing notices that does not read it\n")
     root = body(write_report(run_dir))
     bars = [rect[0].text for rect in card(root, "While it trained").iter("rect") if len(rect)]
     assert bars == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import time
 from xml.etree import ElementTree
 
 import numpy as np
@@ -133,16 +134,27 @@ def test_ticks_have_the_digits_that_tell_them_apart(scale: Scale, names: list[st
     assert [scale.name(tick) for tick in scale.ticks] == names
 
 
-def test_smoothing_is_the_mean_of_the_neighbours_that_there_are() -> None:
-    values = np.random.default_rng(0).normal(size=37)
-    found = smoothed(list(enumerate(values.tolist())), 7)
+@pytest.mark.parametrize("window", [1, 3, 7, 37, 75])
+def test_smoothing_is_the_mean_of_the_neighbours_that_there_are(window: int) -> None:
+    values, half = np.random.default_rng(0).normal(size=37), window // 2
+    found = smoothed(list(enumerate(values.tolist())), window)
     assert [x for x, _ in found] == list(range(37))
     for i, (_, y) in enumerate(found):
-        assert y == pytest.approx(values[max(0, i - 3) : i + 4].mean())
-    assert smoothed([], 5) == []
+        assert y == pytest.approx(values[max(0, i - half) : i + half + 1].mean())
+    assert smoothed([], window) == []
     spike = [0.02] * 20 + [3e14] + [0.02] * 20  # what comes behind it is as it was
     assert [y for _, y in smoothed(list(enumerate(spike)), 3)][22:] == pytest.approx([0.02] * 19)
     assert [y for _, y in smoothed([(0, 1.0), (1, 3.0)], 9)] == [2.0, 2.0]
+
+
+def test_smoothing_over_many_neighbours_costs_as_much_as_over_few() -> None:
+    points = [(float(i), 1.0) for i in range(300_000)]
+    times_s = []
+    for window in (3, 20_001):
+        started_s = time.process_time()
+        assert smoothed(points, window)[-1] == (299_999.0, 1.0)
+        times_s.append(time.process_time() - started_s)
+    assert times_s[1] < 5 * times_s[0]  # as a convolution 10 times and more
 
 
 def test_long_series_are_averaged_within_a_band_of_their_extremes() -> None:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,6 +181,23 @@ def test_an_error_of_the_run_leaves_no_process_of_its_trackers(make, tmp_path):
     assert feed._process.returncode == -signal.SIGKILL
     assert select.select([child], [], [], 30.0)[0] == [child], "what it had started goes on"
     os.close(child)
+
+
+def test_a_resume_holds_no_lines_but_those_that_it_sends(tmp_path, monkeypatch):
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in range(100):
+        metrics.write(step=step, version=step, wall_s=0.0, metrics=dict.fromkeys(map(str, range(1000)), 0.5))
+    metrics.close()
+    begun: list[Begin] = []
+    monkeypatch.setattr("slipstream.observe.trackers.Feed", lambda *_: types.SimpleNamespace(put=begun.append))
+    monkeypatch.setattr("slipstream.observe.trackers._run_id", lambda _: "me")  # its file is read with room for more
+    config = resolve("quickstart", {"trackers": {"names": ["tensorboard"]}})
+    tracemalloc.start()
+    open_trackers(config, tmp_path, first_step=99, note=print)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [line.step for line in begun[0].kept] == [99]
+    assert most < 2_000_000, "bytes; the lines together are 6,000,000"
 
 
 def test_metrics_go_to_the_sinks_as_they_are_in_the_file(tmp_path):

@@ -94,7 +94,8 @@ def test_the_trainer_takes_no_half_of_a_gpu_that_it_is_not_on(gpu: Any, monkeypa
     monkeypatch.setattr(gpu_sizes, "rows_on", lambda device, config, usable: free.append(usable) or 64)
     alone = config_of()
     beside = alone.model_copy(update={"trainer": alone.trainer.model_copy(update={"device": "cuda"})})
-    for config, num_gpus in ((alone, 1), (beside, 2), (beside, 1)):
+    named = beside.model_copy(update={"generator": beside.generator.model_copy(update={"device": "cuda:1"})})
+    for config, num_gpus in ((alone, 1), (beside, 2), (named, 2), (beside, 1)):
         gpu("NVIDIA H100 80GB HBM3", 80.0, num_gpus)
         with_sizes(config)
-    assert free == pytest.approx([0.85 * 80e9, 0.85 * 80e9, 0.85 * 40e9])
+    assert free == pytest.approx([0.85 * 80e9, 0.85 * 80e9, 0.85 * 80e9, 0.85 * 40e9])

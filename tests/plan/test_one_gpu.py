@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from slipstream.models.build import build_tokenizer
 from slipstream.models.config import config_to_hf
 from slipstream.models.device import take_share
 from slipstream.models.preflight import check_policy
+from slipstream.models.sizes import num_parameters
 from slipstream.plan.one_gpu import costs_of, critic_bytes, generator_bytes, trainer_bytes, with_shares
 from slipstream.trainer.critic_executor import CriticModel
 from slipstream.trainer.policy import Policy
@@ -79,6 +81,18 @@ def test_without_a_shared_gpu_all_is_as_it_was(gpus: Any) -> None:
     assert with_shares(config_of(), remote=["generator"])[1] is None
     inline = config_of(host="inline")
     assert with_shares(inline) == (inline, None)
+
+
+def test_a_teacher_inside_the_trainer_is_counted_whole(gpus: Any, tmp_path: Path) -> None:
+    gpus(1, 24)
+    shape = check_policy(config_of())
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(replace(shape, num_layers=2 * shape.num_layers))))
+    of = {
+        where: trainer_bytes(config_of(teacher={"path": str(tmp_path), "executor": where, "top_k": 8}), shape)
+        for where in ("trainer", "own")
+    }
+    num = num_parameters(replace(shape, num_layers=2 * shape.num_layers))
+    assert of["trainer"].total - of["own"].total == of["trainer"]["teacher"] == 6 * num
 
 
 def test_several_replicas_on_the_trainers_gpu_divide_what_it_leaves(gpus: Any) -> None:

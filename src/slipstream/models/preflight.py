@@ -136,7 +136,7 @@ def _check_blocks(config: RunConfig, shape: TransformerConfig) -> None:
 def _check_ranks(config: RunConfig, shapes: Mapping[str, AdapterShape]) -> None:
     """Raise ConfigError for adapters of experts whose products a GPU's grouped kernel has no alignment for."""
     ranks = {shape.rank for shape in shapes.values() if shape.num_experts and shape.rank % GROUPED_MULTIPLE}
-    if ranks and "cuda" in (config.trainer.device, config.generator.device):
+    if ranks and config.computes_on_gpu:
         raise ConfigError(
             "on GPUs the rank of experts' adapters is a multiple of what grouped products align to",
             got=f"rank {', '.join(map(str, ranks))}",

@@ -252,15 +252,16 @@ def _fill(view: StoredWeight, weight: Tensor, largest: Tensor | None) -> Iterato
     rows = max(1, len(sources[0]))
     scales: Sequence[Tensor | None] = [None] * len(sources)
     if view.columns is not None and view.scales is not None:
-        view.scales.copy_(block_scales(weight))
-        scales = torch.split(view.scales, rows)
+        own_scales = block_scales(weight)  # where the weight is, as its blocks are rounded there
+        view.scales.copy_(own_scales)
+        scales = torch.split(own_scales, rows)
     elif view.scales is not None:
         row_scales = _scales(weight.abs().amax(1) if largest is None else largest, view.values.dtype)
         view.scales.copy_(row_scales)
         scales = torch.split(row_scales, rows)
     for source, target, scale in zip(sources, torch.split(view.values, rows), scales, strict=True):
         if scale is None:
-            target.copy_(source)
+            target.copy_(source.to(target.dtype) if source.is_cuda else source)  # on the way to a host, half the bytes
         elif view.columns is not None:
             target.copy_(rounded(source, scale))
         else:

@@ -24,7 +24,6 @@ from slipstream.core.errors import AlarmError
 from slipstream.core.jsonl import JsonlWriter, read_jsonl
 from slipstream.core.observe_sections import AlarmName, HealthConfig
 from slipstream.core.plain import shortened
-from slipstream.core.run_log import read_metrics
 from slipstream.observe import trends
 from slipstream.observe.trends import History
 
@@ -211,7 +210,7 @@ class Watchman:
         self._sinks = sinks
         self.health = Health(config, silent=silent)
         self._run_dir = run_dir
-        for line in read_metrics(run_dir / "metrics.jsonl"):
+        for line in read_jsonl(run_dir / "metrics.jsonl", dict[str, Any]):
             self.health.update(line)
         self._writer = JsonlWriter(run_dir / ALARMS_FILE)
 

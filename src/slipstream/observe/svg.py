@@ -402,12 +402,20 @@ def runs(items: Sequence[T], most: int) -> list[Sequence[T]]:
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """Each y as the mean of the `window` (odd) ones around it, at the ends of those that there are."""
+    """Each y as the mean of the `window` (odd) ones around it, at the ends of those that there are.
+
+    Numbers are added within blocks of `window`: one around a point is the end of a block and the start of the next.
+    """
     if not points:
         return []
-    begin, over = window // 2, np.ones(window)
-    values = np.array([y for _, y in points], dtype=np.float64)
-    sums, counts = (np.convolve(one, over)[begin : begin + len(points)] for one in (values, np.ones_like(values)))
+    num, half = len(points), window // 2
+    blocks = np.zeros((-(-(num + 2 * half) // window), window))
+    blocks.flat[half : half + num] = [y for _, y in points]
+    to_end = blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel()[:num]
+    from_start = blocks.cumsum(axis=1).ravel()[window - 1 :][:num]
+    places = np.arange(num)
+    sums = to_end + np.where(places % window, from_start, 0.0)
+    counts = np.minimum(places + half, num - 1) - np.maximum(places - half, 0) + 1
     return [(x, float(total / count)) for (x, _), total, count in zip(points, sums, counts, strict=True)]
 
 

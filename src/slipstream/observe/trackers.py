@@ -33,8 +33,9 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import disk_errors, replacing
 from slipstream.core.errors import ConfigError
 from slipstream.core.files import load_json
+from slipstream.core.jsonl import read_jsonl
 from slipstream.core.observe_sections import TrackersConfig
-from slipstream.core.run_log import Metrics, read_metrics
+from slipstream.core.run_log import Metrics
 from slipstream.observe.health import Alarm, in_a_line
 from slipstream.observe.sinks import AlarmLine, Begin, End, MetricsLine, TrackerLine
 
@@ -63,6 +64,7 @@ def open_trackers(config: RunConfig, run_dir: Path, *, first_step: int, note: Ca
     if not chosen.names:
         return Trackers([], note=note, deadline_s=0.0)
     is_resumed = (run_dir / RUN_FILE).exists()
+    kept = read_jsonl(run_dir / "metrics.jsonl", dict[str, Any])
     begin = Begin(
         run_id=_run_id(run_dir),
         name=chosen.run_name or run_dir.resolve().name,
@@ -76,7 +78,7 @@ def open_trackers(config: RunConfig, run_dir: Path, *, first_step: int, note: Ca
         is_resumed=is_resumed,
         first_step=first_step,
         deadline_s=chosen.deadline_s,
-        kept=[_in_numbers(line) for line in read_metrics(run_dir / "metrics.jsonl") if line["step"] == first_step],
+        kept=[_in_numbers(line) for line in kept if line["step"] == first_step],
     )
     feeds = []
     for name in chosen.names:

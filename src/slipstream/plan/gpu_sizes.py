@@ -41,7 +41,9 @@ def with_sizes(config: RunConfig, *, remote: Collection[str] = ()) -> tuple[RunC
     if generator.prefill_tokens is None:
         chosen["prefill_tokens"] = prefill_tokens_on(device, config)
     if generator.num_slots is None:
-        is_shared = config.trainer.device == "cuda" and config.host == "process" and not first_gpu(config, num_gpus)
+        first = torch.device(generator.device).index or first_gpu(config, num_gpus)
+        trains_there = first < config.trainer.ranks  # the trainer's GPUs are the first ones
+        is_shared = config.trainer.device == "cuda" and config.host == "process" and trains_there
         beside = most_on_one(generator, num_gpus) + is_shared
         share = generator.gpu_share or 1 / beside
         chosen["num_slots"] = rows_on(device, config, USABLE_MEMORY * share * found.total_memory)

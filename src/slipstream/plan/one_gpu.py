@@ -17,10 +17,11 @@ from slipstream.generator.device import replica_device
 from slipstream.models.config import TransformerConfig, config_from_hf
 from slipstream.models.device import scoring_device
 from slipstream.models.hf import read_hf_config
-from slipstream.models.hub import with_folders
+from slipstream.models.hub import is_adapter, with_folders
 from slipstream.models.packed import rounded_up
 from slipstream.models.peft import planned_shapes
 from slipstream.models.preflight import check_policy
+from slipstream.models.sizes import num_parameters
 from slipstream.plan.cost_model import USABLE_MEMORY, CostModel
 from slipstream.plan.counts import NO_ADAPTERS, adapters_of
 from slipstream.plan.hardware import GpuCluster, cluster
@@ -91,7 +92,16 @@ def is_planned(shape: TransformerConfig) -> bool:
 def trainer_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:
     """Return the bytes that a rank of the trainer is planned to take at most, in a step of the longest completions."""
     costs, served = costs_of(config, shape), None if config.publishes_in_place else config.generator.precision
-    return costs.train_memory(_layout(config, shape, costs), served=served)
+    return costs.train_memory(_layout(config, shape, costs), served=served) + _teacher_bytes(config)
+
+
+def _teacher_bytes(config: RunConfig) -> Parts:
+    """The teacher inside the trainer, whole on each rank, in float32 and as passes read it; adapters share a base."""
+    path = config.teacher.path
+    if config.has_own_teacher or path is None or stage_of(path) is not None or is_adapter(Path(path)):
+        return Parts({})
+    read = 2 if config.trainer.precision == "bfloat16" else 0
+    return Parts({"teacher": (4 + read) * num_parameters(config_from_hf(read_hf_config(Path(path))))})
 
 
 def critic_bytes(config: RunConfig, shape: TransformerConfig) -> Parts:

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from slipstream.controller.best import EarlyStopping
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.held_out import GREEDY_PREFIX, in_metrics
 from slipstream.core.interrupts import Interrupted
+from slipstream.core.jsonl import read_jsonl
 from slipstream.core.recipes import check_path, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
-from slipstream.core.run_log import read_metrics
 from slipstream.models.hub import has_checkpoint
 from slipstream.observe.summary import Summary, read_summary
 
@@ -137,7 +138,7 @@ def is_rl_done(config: RunConfig, run_dir: Path) -> bool:
 def _stops_early(config: RunConfig, run_dir: Path) -> bool:
     """Return whether `config` ends the run in `run_dir` by the evaluations so far."""
     rule, results = EarlyStopping(config.eval), {}
-    for line in read_metrics(run_dir / "metrics.jsonl"):
+    for line in read_jsonl(run_dir / "metrics.jsonl", dict[str, Any]):
         if (greedy := in_metrics(line, GREEDY_PREFIX)) is not None:
             results[line["version"]] = greedy  # older runs may have two of their last version
     for greedy in results.values():

@@ -1,4 +1,4 @@
-"""The data model of a run for the pages: its files, read once. Bounded work, however long the run."""
+"""The data model of a run for the pages: its files, read once. Of a long run only metrics and alarms are read whole."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ MAX_SAMPLES = 12
 STALENESS = "staleness_tokens/lag_"
 READ_AHEAD = 1 << 18  # bytes that records of a timeline may lie apart from their order in time
 EXACT_BYTES = 1 << 27  # of decisions and timelines: of longer runs the times are those that the processes reported
+CALLS = {"num_workers", "num_threads", "max_awaited", "dry_call"}  # fields of `rewards` that change no reward
+MODELS = {"model_batch_size", "model_ranks", "model_tensor_parallel", "models_sharded", "device"}  # nor do these
 MAX_PROCESSES = 12  # of more, the mean of a side's
 
 Seconds = Mapping[str, float]  # by state
@@ -209,7 +211,8 @@ class RunData:
         prompts, given = self.config.get("prompts"), self.path / "prompts.jsonl"
         if prompts is not None and given.is_file():  # its path is the run's own
             prompts = prompts | {"dataset": hashlib.sha256(given.read_bytes()).hexdigest()}
-        return prompts, self.config.get("rewards")
+        rewards = self.config.get("rewards") or {}
+        return prompts, {name: value for name, value in rewards.items() if name not in CALLS | MODELS}
 
     @cached_property
     def terms(self) -> frozenset[str]:

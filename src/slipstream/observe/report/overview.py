@@ -36,10 +36,10 @@ def heading(run: RunData) -> str:
     summary, status = run.summary, status_of(run)
     facts = [run.name, f"{plural(len(run.history.steps), 'step')} so far"]
     if summary is not None:
-        took = "an unknown time" if run.wall_s is None else duration(run.wall_s)  # all attempts, abandoned steps too
+        took = "an unknown time" if run.wall_s is None else duration(run.wall_s)  # all attempts, to their ends
         attempts = "" if run.num_attempts == 1 else f", {run.num_attempts} attempts"
-        if attempts and run.wall_s is not None and (abandoned_s := run.wall_s - summary.total_s) >= 1:
-            attempts += f", {duration(abandoned_s)} of it for steps that were abandoned"
+        if attempts and run.wall_s is not None and (later_s := run.wall_s - summary.total_s) >= 1:
+            attempts += f", {duration(later_s)} of it after the checkpoints that it went on from"
         size = [f"{summary.model_params / 1e6:,.3g} M parameters"] if summary.model_params else []
         if summary.adapter_params:
             adapters = LoraConfig.model_validate(run.config.get("model", {}).get("lora", {}))

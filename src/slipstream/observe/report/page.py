@@ -433,7 +433,7 @@ def lost(run: data.RunData, name: str) -> str:
     if name == "metrics.jsonl" and run.history.steps:
         steps = {int(line["step"]) for line in run.history.steps}
         num_lost = max(steps) + 1 - len(steps)
-    elif name == "events.jsonl":
+    elif name == "events.jsonl" and run.times.is_exact:  # of longer runs all decisions would be decoded for it
         num_lost, what = num_missing(run.path / name), "events"
     return f". Incomplete: {num_lost:,} {what} are missing" if num_lost else ""
 
