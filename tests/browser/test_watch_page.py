@@ -85,6 +85,14 @@ def at(page: Page, time_s: float) -> None:
     settled(page, f"Math.abs(Number(document.getElementById('slider').value) - {time_s}) < 0.01")
 
 
+def hide(page: Page, *, is_hidden: bool) -> None:
+    """As a browser does with a page in another tab."""
+    page.evaluate(
+        f"Object.defineProperty(document, 'hidden', {{ value: {json.dumps(is_hidden)}, configurable: true }})"
+    )
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
 def settled(page: Page, condition: str) -> None:
     until(page, condition)
     page.wait_for_timeout(350)  # what is loaded beside it, and what is drawn seldom
@@ -170,6 +178,73 @@ def test_the_pages_state_is_the_servers_at_any_time(visit: Visit, page_of_made: 
         assert versions == {str(replica): version for replica, version in truth.versions.items()}
         assert fates == truth.fates
         assert counts == list(truth.counts.values())
+
+
+def test_numbers_have_three_digits_that_matter_and_an_error_is_not_asked_for_at_once(
+    visit: Visit, page_of_made: Watch
+) -> None:
+    page = visit(page_of_made.url + "#t=8")
+    values = [0, 1e-4, 0.00037, -0.0003, 0.00149, 0.0123, 0.05, -0.1, 0.25, 1.5, 12.34, 123.4, 1936, 9e-5, 3.1e6]
+    assert page.evaluate(
+        "async (values) => values.map((await import('/js/format.js')).number)", values
+    ) == ["0", "0.0001", "0.00037", "-0.0003", "0.00149", "0.0123", "0.05", "-0.1", "0.25", "1.5", "12.3", "123",
+          "1,936", "9.0e-5", "3.1e6"]  # fmt: skip
+    num_asked = page.evaluate("""async () => {
+        const { Latest } = await import('/js/api.js');
+        const latest = new Latest(() => {});
+        let asked = 0;
+        const job = async () => {
+            asked += 1;
+            throw new Error('the server has gone');
+        };
+        for (let frame = 0; frame < 20; frame++) {
+            latest.run(job);
+            await new Promise((done) => setTimeout(done, 16));
+        }
+        return asked;
+    }""")
+    assert num_asked == 1, "a replay asks with every frame"
+
+
+def test_a_slider_that_is_dragged_works_where_the_browser_refuses_its_addresses(
+    visit: Visit, page_of_made: Watch
+) -> None:
+    page = visit(page_of_made.url + "#t=8")
+    settled(page, "document.querySelector('.dot')")
+    num_refused = page.evaluate("""async () => {
+        let refused = 0;
+        history.replaceState = () => {
+            refused += 1;
+            throw new DOMException('100 times per 10 seconds', 'SecurityError'); // as Safari does
+        };
+        const slider = document.getElementById('slider');
+        for (let time = 3; time < 6; time += 0.1) {
+            slider.value = time;
+            slider.dispatchEvent(new Event('input'));
+            await new Promise((done) => setTimeout(done, 16));
+        }
+        await new Promise((done) => setTimeout(done, 500));
+        return refused;
+    }""")
+    assert num_refused == 1
+    time_s = float(page.locator("#slider").input_value())
+    assert dots(page) == expected_dots(page_of_made.index.run_dir, time_s)
+
+
+def test_a_curve_that_is_added_is_drawn_however_many_there_are(
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = Loop(seed=1, steps=6).run()
+    for _, line in made.metrics:
+        line.update({f"mine_{n}": n for n in range(30)})
+    watch = servers.enter_context(Watch(made.write(tmp_path_factory.mktemp("runs") / "many")))
+    page = visit(watch.url)
+    settled(page, "document.querySelectorAll('#add-curve option').length > 30")
+    num_charts = page.locator(".chart").count()
+    for n in range(30):
+        page.locator("#add-curve").select_option(f"mine_{n}")
+    until(page, f"document.querySelectorAll('.chart').length === {num_charts + 30}")
+    until(page, "[...document.querySelectorAll('.chart')].every((one) => one.querySelector('path.line'))")
 
 
 def test_a_finished_run_opens_at_what_it_came_to(visit: Visit, page_of_made: Watch) -> None:
@@ -326,6 +401,34 @@ def test_reading_single_tokens(visit: Visit, page_of_made: Watch) -> None:
     assert "Single tokens are written for some groups only" in text(page, ".answer")
 
 
+def test_tokens_of_earlier_groups_are_read_where_the_last_ones_have_none_and_long_completions_to_their_end(
+    visit: Visit, servers: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run_dir = Loop(seed=1, steps=6).run().write(tmp_path_factory.mktemp("runs") / "cut")
+    lines = [json.loads(line) for line in (run_dir / "tokens.jsonl").read_text().splitlines()][:12]
+    (run_dir / "tokens.jsonl").unlink()
+    rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    long = [line | {"completion": "so " * 9_000 + "the answer is nine"} for line in rollouts]
+    (run_dir / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in long))
+    watch = servers.enter_context(Watch(run_dir))
+    page = visit(watch.url)
+    settled(page, "document.querySelector('.answer pre')")
+    assert not page.locator("#only-tokens").is_checked(), "none were written yet"
+    (run_dir / "tokens.jsonl").write_text("".join(json.dumps(line | {"num_tokens": 16_000}) + "\n" for line in lines))
+    until(page, "document.getElementById('notice').hidden")
+    page.wait_for_timeout(1500)  # files are looked at once a second
+    page.locator("#previous").click()
+    until(page, "document.querySelector('.token')")
+    assert page.locator("#only-tokens").is_checked()
+    newest = page.locator("#group-list [data-ordinal]").last
+    assert newest.get_attribute("data-ordinal") == str(lines[-1]["ordinal"])
+    assert newest.get_attribute("aria-pressed") == "true"
+    assert "The first 6 of 16,000 tokens:" in text(page, ".answer")
+    assert text(page, ".answer pre").endswith("the answer is nine")
+    page.locator(".token").first.focus()
+    assert text(page, ".token-readout").startswith("Token 1 of 16000 ")
+
+
 def test_a_click_on_a_dot_opens_its_group_and_one_on_a_curve_goes_to_its_step(
     visit: Visit, page_of_made: Watch
 ) -> None:
@@ -353,6 +456,13 @@ def test_alarms_are_shown_as_they_were(visit: Visit, page_of_made: Watch) -> Non
     at(page, 14.0)
     assert page.locator(".alarm").get_attribute("class") == "alarm over"
     assert "entropy collapse from step 3 to 5: 0.1 (threshold 0.3)" in text(page, ".alarm")
+    page.evaluate("document.querySelectorAll('.alarm, #paths path').forEach((one) => (one.wasThere = true))")
+    page_of_made.index.revision += 1  # the page asks for everything again
+    with page.expect_response("**/api/overview*"):
+        page_of_made._tell()
+    page.wait_for_timeout(350)
+    kept = "[...document.querySelectorAll('.alarm, #paths path')].map((one) => one.wasThere)"
+    assert page.evaluate(kept) == [True] * 6, "what is as it was stays where the focus is"
 
 
 def test_it_follows_a_run_that_grows_is_resumed_and_ends(
@@ -367,9 +477,19 @@ def test_it_follows_a_run_that_grows_is_resumed_and_ends(
     made.write(run_dir, until_s=4.0)
     until(page, "document.getElementById('life').textContent === 'running'")
     until(page, "document.querySelectorAll('.dot').length > 3")
+    watch.verdict.sentence, watch.verdict.steps = "The trainer starves.", 1
+    watch._tell()
+    until(page, "document.getElementById('verdict').textContent === 'Up to step 1: The trainer starves.'")
     assert page.locator("#go-live").get_attribute("aria-pressed") == "true"
     until(page, "document.querySelector('.wait')")
     assert page.evaluate("document.querySelector('.wait').getAnimations().length") == 0, "the run has the cores"
+    hide(page, is_hidden=True)
+    end_s = page.locator("#slider").get_attribute("max")
+    made.write(run_dir, until_s=6.0)
+    page.wait_for_timeout(2500)
+    assert page.locator("#slider").get_attribute("max") == end_s, "nobody looks at it"
+    hide(page, is_hidden=False)
+    until(page, "Number(document.getElementById('slider').max) > 5")
     made.write(run_dir, until_s=7.0)
     until(
         page,

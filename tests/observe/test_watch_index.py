@@ -187,6 +187,13 @@ def test_a_passage_is_the_fold_of_all_events(run_dir: Path, monkeypatch: pytest.
     assert 1 < len(index._marks) <= max_marks
     offsets = [*(mark.offset for mark in index._marks), index.tail.offset]
     assert max(b - a for a, b in itertools.pairwise(offsets)) < 0.5 * index.tail.offset, "they are spread evenly"
+    read: list[int] = []
+    monkeypatch.setattr(
+        index, "lines_within", lambda begin, end: read.append(begin) or type(index).lines_within(index, begin, end)
+    )
+    index.passage(index.end_s, index.end_s)
+    tail = (run_dir / "events.jsonl").read_bytes()[read[0] :]
+    assert tail.count(b"\n") <= 16 + 1, "a live page asks for the end, again and again"
     lines = all_decisions(run_dir / "events.jsonl")
     rng = random.Random(0)
     for _ in range(20):
@@ -212,16 +219,21 @@ def test_a_passage_is_the_fold_of_all_events(run_dir: Path, monkeypatch: pytest.
         assert found.end_s == end_s
 
 
-def test_a_passage_that_is_too_long_is_told_in_parts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spacing", [8, 512])
+def test_a_passage_that_is_too_long_is_told_in_parts(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, spacing: int
+) -> None:
     index = caught_up(EventIndex(run_dir / "events.jsonl"))
     whole = index.passage(0.0, index.end_s)
-    monkeypatch.setattr(events_module, "MAX_REPLAYED_BYTES", 8_000)
-    monkeypatch.setattr(events_module, "FIRST_SPACING", 8)
+    monkeypatch.setattr(events_module, "MAX_REPLAYED_LINES", 40)
+    monkeypatch.setattr(events_module, "FIRST_SPACING", spacing)
     index = caught_up(EventIndex(run_dir / "events.jsonl"))
+    lines = all_decisions(run_dir / "events.jsonl")
     moves, at_s, num_parts = [], -1.0, 0
     while at_s < index.end_s:
         part = index.passage(at_s, index.end_s)
         assert part.end_s > at_s
+        assert part.loop == loop_at(lines, at_s)
         moves += part.moves
         at_s = part.end_s
         num_parts += 1
@@ -559,6 +571,25 @@ def test_steps_and_times(made: Loop, run_dir: Path) -> None:
     assert answer(index, "step", step=20) == {"step": 20, "steps": 20, "start_s": None, "end_s": None}
 
 
+def test_groups_with_tokens_are_found_ahead_then_behind_and_else_all_are_told(made: Loop, folder: Path) -> None:
+    index = caught_up(RunIndex(made.write(folder)))
+    written = [row for row in range(index.rollouts.num_groups) if index.rollouts.group(row).ordinal in index.tokens]
+    assert 6 < len(written) < index.rollouts.num_groups
+
+    def rows(**query: int) -> list[int]:
+        found = answer(index, "groups", count=3, **query)
+        assert found["has_tokens"] == bool(index.tokens.places)
+        return [group["row"] for group in found["groups"]]
+
+    assert rows(row=written[2], tokens=1) == written[2:5]
+    assert rows(row=written[2], tokens=0) == [written[2], written[2] + 1, written[2] + 2]
+    for row in written[-3:]:
+        del index.tokens.places[index.rollouts.group(row).ordinal]
+    assert rows(row=index.rollouts.num_groups - 1, tokens=1) == written[-6:-3], "the newest ones before it"
+    index.tokens.reset()
+    assert rows(row=0, tokens=1) == [0, 1, 2]
+
+
 def test_of_very_many_groups_a_part_is_drawn_and_all_are_counted(tmp_path: Path) -> None:
     """2000 groups in the air, whose 8000 completions finish."""
     began = event("ScheduleBegan", config={**CONFIG, "groups_per_step": 700, "completions_per_group": 4})
@@ -588,7 +619,8 @@ def test_texts_and_lists_in_answers_are_bounded(folder: Path) -> None:
     index = caught_up(RunIndex(made.write(folder)))
     group = answer(index, "group", ordinal=0)
     assert len(group["prompt"]) == len(group["rollouts"][0]["completion"]) == 20_000
-    assert group["rollouts"][0]["is_cut"]
+    assert group["rollouts"][0]["ending"] == "x" * 2_000
+    assert answer(index, "group", ordinal=1)["rollouts"][0]["ending"] == ""
     assert len(answer(index, "groups", count=10**6)["groups"]) <= 60
     assert all(len(row["prompt"]) <= 80 for row in answer(index, "groups")["groups"])
     names = ",".join(["reward"] * 500)
@@ -667,16 +699,34 @@ def test_while_a_run_goes_on_the_verdict_is_accountings(
 ) -> None:
     made.write(folder, until_s=9.0)
     index, verdict = caught_up(RunIndex(folder)), LiveVerdict(folder)
-    assert not verdict.update(index, now_s=100.0)
+    verdict.update(index, now_s=100.0)
     assert verdict.sentence is None, "these timelines tell of no step"
     found = read_accounting(folder)
     balance = msgspec.structs.replace(found.balance, verdict="The trainer starves.")
+    calls: list[Path] = []
     monkeypatch.setattr(
-        "slipstream.observe.watch.index.read_accounting", lambda _: msgspec.structs.replace(found, balance=balance)
+        "slipstream.observe.watch.index.read_accounting",
+        lambda path: calls.append(path) or msgspec.structs.replace(found, balance=balance),
     )
+    assert not verdict.update(index, now_s=1000.0)
+    assert not calls, "the files are as they were"
+    made.write(folder, until_s=11.0)
+    caught_up(index)
     assert not verdict.update(index, now_s=102.0), "not more than now and then"
-    assert verdict.update(index, now_s=1000.0)
-    assert verdict.sentence == "The trainer starves."
+    assert verdict.update(index, now_s=2000.0)
+    assert (verdict.sentence, verdict.steps) == ("The trainer starves.", index.events.loop.version)
+    steps = verdict.steps
+    monkeypatch.setattr("slipstream.observe.watch.index.MAX_BYTES", 1)
+    made.write(folder, until_s=12.0)
+    assert not verdict.update(caught_up(index), now_s=3000.0)
+    assert (len(calls), verdict.steps) == (1, steps), "files that are too large: it says of which steps it is"
+    assert index.events.loop.version > steps
+    made.write(folder)
+    assert verdict.update(caught_up(index), now_s=4000.0)
+    assert (verdict.sentence, verdict.steps) == (VERDICT, None)
+    (folder / "summary.json").unlink()
+    assert verdict.update(caught_up(index), now_s=4001.0)
+    assert verdict.sentence is None, "a resume: that was the verdict on the attempt before"
 
 
 def test_an_episode_is_told_as_its_transcript_of_bounded_size(folder: Path) -> None:

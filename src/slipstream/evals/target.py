@@ -10,16 +10,7 @@ from typing import Any, NamedTuple
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
-from slipstream.core.recipes import (
-    load_recipe,
-    merge,
-    nested,
-    read_toml,
-    resolve,
-    table_of,
-    with_checkpoints,
-    with_stage_paths,
-)
+from slipstream.core.recipes import load_recipe, merge, nested, resolve, table_of, with_checkpoints, with_stage_paths
 from slipstream.core.run_lock import LOCK_FILE
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
@@ -148,7 +139,7 @@ def _left_by(run_dir: Path) -> Path:
     """The folder of the policy that a run leaves: RL's, or without RL that of the last stage that trains one."""
     if (run_dir / "model").is_dir():
         return run_dir / "model"
-    stages = read_toml(run_dir / "config.toml").get("stages")
+    stages = load_recipe(run_dir / "config.toml").get("stages")
     if isinstance(stages, list) and "rl" not in stages:
         return next((run_dir / stage / "model" for stage in ("dpo", "sft") if stage in stages), run_dir / "model")
     return run_dir / "model"

@@ -5,8 +5,9 @@ Rows are lists where there may be thousands of them; the page's `js/api.js` says
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ MAX_NAMES = 24
 MAX_ROWS = 60
 MAX_STEPS = 400
 MAX_TEXT = 20_000
+MAX_ENDING = 2_000
 MAX_PARTS = 400
 MAX_HEAD = 80
 ROLLOUT_FIELDS = ("sample", "reward", "parts", "failure", "finish_reason", "num_tokens", "versions", "replica")
@@ -85,7 +87,7 @@ def run_answer(index: RunIndex, _query: Mapping[str, str]) -> dict[str, Any]:
         },
         "waiting": f"Every second of every process is in one state. Thin{WAITING}",
         "curves": list(index.curves.curves),
-        "alarms": index.alarms.spans(),
+        "alarms": index.alarms.spans()[-MAX_STEPS:],
         "error": loop.error,
     }
 
@@ -237,22 +239,22 @@ def _short(value: float) -> float:
 
 
 def groups_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
-    """`count` groups whose fate is known, in that order: from `row` on, or those of `step`; `tokens=1`: only such
-    whose tokens were written."""
+    """`count` groups whose fate is known, in that order: from `row` on, or those of `step`.
+
+    `tokens=1`: only such whose tokens were written: the newest ones before `row` where there are none from there on,
+    and any group where the run has none.
+    """
     rollouts = index.rollouts
     count = count_of(query, "count", 30, 1, MAX_ROWS)
     row = rollouts.row_of_step(int(number(query, "step"))) if "step" in query else int(number(query, "row", 0))
     row = max(0, min(row, max(0, rollouts.num_groups - 1)))
-    has_tokens = query.get("tokens") == "1"
-    found = []
-    for at in range(row, min(rollouts.num_groups, row + (2000 if has_tokens else count))):
-        group = rollouts.group(at)
-        if has_tokens and group.ordinal not in index.tokens:
-            continue
-        found.append(_row(index, group))
-        if len(found) == count:
-            break
-    return {"row": row, "num_groups": rollouts.num_groups, "groups": found}
+    asked = index.tokens.places if query.get("tokens") == "1" else ()
+    written = sorted(at for ordinal in asked if (at := rollouts.row_of(ordinal)) is not None)
+    rows: Sequence[int] = written or range(rollouts.num_groups)
+    place = bisect.bisect_left(rows, row)
+    found = rows[place : place + count] or rows[max(0, place - count) : place]
+    groups = [_row(index, rollouts.group(at)) for at in found]
+    return {"row": row, "num_groups": rollouts.num_groups, "has_tokens": bool(index.tokens.places), "groups": groups}
 
 
 def _row(index: RunIndex, group: GroupRow) -> dict[str, Any]:
@@ -285,7 +287,7 @@ def group_answer(index: RunIndex, query: Mapping[str, str]) -> dict[str, Any]:
 def _rollout(index: RunIndex, line: RolloutLine, tokens: TokenLine | None) -> dict[str, Any]:
     return {name: getattr(line, name) for name in ROLLOUT_FIELDS} | {
         "completion": line.completion[:MAX_TEXT],
-        "is_cut": len(line.completion) > MAX_TEXT,
+        "ending": line.completion[MAX_TEXT:][-MAX_ENDING:],
         "times": [_run_s(index, at_s) for at_s in (line.started_s, line.finished_s)],
         "tokens": tokens,
         "episode": None if line.episode is None else _episode(line.episode),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
+from collections import deque
 from dataclasses import dataclass
 
 import msgspec
@@ -15,10 +16,11 @@ from slipstream.observe.watch.tail import LineIndex
 
 FIRST_SPACING = 512  # lines between two marks, as long as there are few
 MAX_MARKS = 512
+MAX_RECENT = 32  # marks `FIRST_SPACING` apart at the end of the file, where a live page asks
 MAX_MARK_BYTES = 32_000_000
 MAX_COUNTS = 300
-MAX_REPLAYED_BYTES = 8_000_000
-"""Of `events.jsonl`, for one answer."""
+MAX_REPLAYED_LINES = 40_000
+"""Of `events.jsonl`, within one passage."""
 
 
 @dataclass
@@ -72,9 +74,9 @@ class Passage:
 class EventIndex(LineIndex[Decision]):
     """`loop` is the present state, `stretches` the run's time, `step_starts`, `step_ends` when each step was trained.
 
-    Marks of the state lie so far apart that there are at most `MAX_MARKS`, of `MAX_MARK_BYTES` together; an answer is
-    folded from the last one before it. `phases` are group-seconds in each phase: divided by a bucket's width, how many
-    groups were in it on average.
+    Marks of the state lie so far apart that there are at most `MAX_MARKS`, of `MAX_MARK_BYTES` together, and
+    `MAX_RECENT` more at the end; an answer is folded from the last one before it. `phases` are group-seconds in each
+    phase: divided by a bucket's width, how many groups were in it on average.
     """
 
     kind = Decision
@@ -94,6 +96,7 @@ class EventIndex(LineIndex[Decision]):
         self._num_lines = 0
         self._spacing = FIRST_SPACING
         self._marks: list[_Mark] = []
+        self._recent: deque[_Mark] = deque(maxlen=MAX_RECENT)
 
     @property
     def end_s(self) -> float:
@@ -101,7 +104,7 @@ class EventIndex(LineIndex[Decision]):
         return self.stretches[-1].end_s if self.stretches else 0.0
 
     def take(self, record: Decision) -> None:
-        if self._num_lines % self._spacing == 0:
+        if self._num_lines % FIRST_SPACING == 0:
             self._mark(self.begin)
         self._num_lines += 1
         time_s = self._time_of(record)
@@ -137,13 +140,17 @@ class EventIndex(LineIndex[Decision]):
             _put_at(self.step_ends, decision.event.step, time_s)
 
     def _mark(self, offset: int) -> None:
-        self._marks.append(_Mark(offset, self.end_s, len(self.stretches), msgspec.msgpack.encode(self.loop)))
+        mark = _Mark(offset, self.end_s, len(self.stretches), msgspec.msgpack.encode(self.loop))
+        self._recent.append(mark)
+        if self._num_lines % self._spacing:
+            return
+        self._marks.append(mark)
         if len(self._marks) > MAX_MARKS or sum(len(mark.loop) for mark in self._marks) > MAX_MARK_BYTES:
             self._marks = self._marks[::2]
             self._spacing *= 2
 
     def passage(self, start_s: float, end_s: float) -> Passage:
-        """Return the passage from `start_s` to `end_s`; a shorter one where more than `MAX_REPLAYED_BYTES` tell of it.
+        """Return the passage from `start_s` to `end_s`; a shorter one where more than `MAX_REPLAYED_LINES` tell of it.
 
         All events until `end_s` are to be known.
         """
@@ -151,11 +158,12 @@ class EventIndex(LineIndex[Decision]):
         found = Passage(end_s, base, [], [], [], [])
         if not self._marks:
             return found
-        mark = self._marks[max(0, bisect.bisect_right(self._marks, start_s, key=lambda one: one.time_s) - 1)]
+        before = (one for one in (*self._marks, *self._recent) if one.time_s <= start_s)
+        mark = max(before, key=lambda one: one.offset, default=self._marks[0])
         loop = base = _decoded(mark.loop)
         stretch, last_s, apart_s = mark.stretch, mark.time_s, (end_s - start_s) / MAX_COUNTS
-        budget = min(self.tail.offset - mark.offset, MAX_REPLAYED_BYTES)
-        for decision in self.lines_within(mark.offset, mark.offset + budget):
+        num_told = 0
+        for decision in self.lines_within(mark.offset, self.tail.offset):
             stretch += isinstance(decision.event, ScheduleBegan)
             time_s = max(last_s, self.stretches[stretch - 1].run_s(decision.time_s))
             if time_s > found.end_s:
@@ -167,6 +175,9 @@ class EventIndex(LineIndex[Decision]):
             held = dict(loop.versions)
             moves = loop.take(decision, time_s)
             if time_s > start_s:
+                num_told += 1
+                if num_told == MAX_REPLAYED_LINES:
+                    found.end_s = time_s  # what else happened at this time is still told
                 found.moves += moves
                 if time_s - found.counts[-1][0] >= apart_s:
                     found.counts.append([time_s])
@@ -175,9 +186,6 @@ class EventIndex(LineIndex[Decision]):
                 found.swaps += [SwapAt(time_s, r, version) for r, version in changed.items() if held.get(r) != version]
                 if isinstance(decision.event, StepDone):
                     found.steps.append((time_s, decision.event.version))
-        else:
-            if budget == MAX_REPLAYED_BYTES:
-                found.end_s = max(start_s, last_s)
         found.loop = base
         return found
 

@@ -246,33 +246,36 @@ class RunIndex:
 class LiveVerdict:
     """The sentence that says which side starves; None where it cannot be told, and before it is.
 
-    It is that of `summary.json` once a run is over, else from its files. Accounting reads all timelines and events, so
-    it is done beside the page's answers, seldom, and not at all for a run that is large while it goes on.
+    `steps` says of how many steps it is; None: of the whole run. It is that of `summary.json` once a run is over, else
+    from its files. Accounting reads all timelines and events, so it is done beside the page's answers, seldom, only
+    where they have changed, and not at all for a run that is large.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.sentence: str | None = None
+        self.steps: int | None = None
         self._due_s = 0.0
-        self._is_final = False
+        self._size = -1  # of the files that `sentence` was told by
 
     def update(self, index: RunIndex, *, now_s: float) -> bool:
         """Whether there is a new one; takes as long as accounting does."""
-        before = self.sentence
+        before = self.sentence, self.steps
         is_over = index.life()[0] in OVER
+        if self.sentence is not None and self.steps is None and not is_over:
+            self.sentence, self._size = None, -1  # the run was resumed: that was the verdict on the attempt before
         balance = index.summary.get("balance") if is_over else None
         if isinstance(balance, dict) and isinstance(balance.get("verdict"), str):
-            self.sentence = balance["verdict"] or None
-        elif not (is_over and self._is_final) and now_s >= self._due_s and accounting_bytes(self.run_dir) <= MAX_BYTES:
-            started_s = time.thread_time()
-            try:
-                self.sentence = read_accounting(self.run_dir).balance.verdict or None
-            except (SlipstreamError, OSError):  # files that are being replaced, or are damaged
-                self.sentence = before
-            least_s = MIN_INTERVAL_S if index.events.loop.version > 10 else EARLY_INTERVAL_S
-            self._due_s = now_s + max(least_s, (time.thread_time() - started_s) / MAX_SHARE)
-            self._is_final = is_over
-        return self.sentence != before
+            self.sentence, self.steps = balance["verdict"] or None, None
+        elif now_s >= self._due_s and (size := accounting_bytes(self.run_dir)) <= MAX_BYTES:
+            if size != self._size:
+                started_s, steps, self._size = time.thread_time(), index.events.loop.version, size
+                with suppress(SlipstreamError, OSError):  # files that are being replaced, or are damaged
+                    self.sentence, self.steps = read_accounting(self.run_dir).balance.verdict or None, steps
+                least_s = MIN_INTERVAL_S if steps > 10 else EARLY_INTERVAL_S
+                self._due_s = now_s + max(least_s, (time.thread_time() - started_s) / MAX_SHARE)
+            self.steps = None if is_over else self.steps
+        return (self.sentence, self.steps) != before
 
 
 def _changed_s(path: Path) -> float:

@@ -106,22 +106,22 @@ class RolloutIndex(LineIndex[_Head]):
 
 
 class TokenIndex(LineIndex[TokenHead]):
-    """The places of groups in `tokens.jsonl`."""
+    """`places` of groups in `tokens.jsonl`, by ordinal: from which byte to which."""
 
     kind = TokenHead
 
     def reset(self) -> None:
-        self._places: dict[int, tuple[int, int]] = {}
+        self.places: dict[int, tuple[int, int]] = {}
 
     def take(self, record: TokenHead) -> None:
-        self._places[record.ordinal] = (self._places.get(record.ordinal, (self.begin, 0))[0], self.end)
+        self.places[record.ordinal] = (self.places.get(record.ordinal, (self.begin, 0))[0], self.end)
 
     def __contains__(self, ordinal: int) -> bool:
-        return ordinal in self._places
+        return ordinal in self.places
 
     def lines(self, ordinal: int) -> list[TokenLine]:
         """Return the lines of all completions of a group; none for a group that is not in the file."""
-        return list(_read(self.path, *self._places.get(ordinal, (0, 0)), TokenLine))
+        return list(_read(self.path, *self.places.get(ordinal, (0, 0)), TokenLine))
 
 
 def _read(path: Path, begin: int, end: int, kind: Any) -> Iterator[Any]:

@@ -307,7 +307,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         while not owner.is_closed:
             told = owner.num_changes
             with owner.lock:
-                found = pulse(owner.index) | {"verdict": owner.verdict.sentence, "failure": owner.failure}
+                verdict = {"verdict": owner.verdict.sentence, "verdict_steps": owner.verdict.steps}
+                found = pulse(owner.index) | verdict | {"failure": owner.failure}
             self.wfile.write(b"data: " + msgspec.json.encode(found) + b"\n\n")
             with owner.changed:
                 if owner.num_changes == told and not owner.is_closed:

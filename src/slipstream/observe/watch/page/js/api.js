@@ -15,18 +15,24 @@ export async function get(name, query = {}) {
   return response.json();
 }
 
-/** Calls `onPulse` with every pulse, and `onLink` with whether the server can be reached. */
+/** Calls `onPulse` with every pulse, and `onLink` with whether the server can be reached, while the page is visible. */
 export function live(onPulse, onLink) {
-  const source = new EventSource('/api/live');
-  source.onmessage = (message) => {
-    onLink(true);
-    onPulse(JSON.parse(message.data));
+  let source = null;
+  const listen = () => {
+    source?.close(); // a browser has six connections to a server, of all its pages
+    if (document.hidden) return;
+    source = new EventSource('/api/live');
+    source.onmessage = (message) => {
+      onLink(true);
+      onPulse(JSON.parse(message.data));
+    };
+    source.onerror = () => onLink(false); // the browser tries again by itself
   };
-  source.onerror = () => onLink(false); // the browser tries again by itself
-  return source;
+  document.addEventListener('visibilitychange', listen);
+  listen();
 }
 
-/** Runs one request at a time; while one runs, only the newest of those that come is kept. */
+/** Runs one request at a time, the next a second after an error; meanwhile only the newest that comes is kept. */
 export class Latest {
   constructor(onError) {
     this.onError = onError;
@@ -45,6 +51,7 @@ export class Latest {
         await current();
       } catch (error) {
         this.onError(error);
+        await new Promise((done) => setTimeout(done, 1000));
       }
     }
     this.isBusy = false;

@@ -16,13 +16,13 @@ export function duration(seconds) {
   return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${trimmed(seconds / 3600, 1)} h`;
 }
 
-/** At most four digits that matter: 0.0123, 1,936, 12.4k. */
+/** At most four digits that matter: 0.0123, 1,936, 3.1e6. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-4)) return value.toExponential(1).replace('e+', 'e');
   if (size >= 1000) return Math.round(value).toLocaleString('en');
-  return trimmed(value, size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
+  return trimmed(value, Math.min(6, Math.max(0, 2 - Math.floor(Math.log10(size)))));
 }
 
 function trimmed(value, digits) {

@@ -17,6 +17,7 @@ const CALM_MS = 100; // between frames but for a replay: a live page shares its 
 const REFRESH_MS = 4000; // curves and the outline of a run that goes on
 const PLAY = 'M4 2.5v11L13.5 8z';
 const PAUSE = 'M3.5 3h3v10h-3zM9.5 3h3v10h-3z';
+const MAX_NAMES = 24; // of curves in one request, as in answers.py
 const JUMP_S = 3; // from this distance on dots do not fly to where they belong, they are there
 const OVER = ['done', 'failed', 'interrupted'];
 
@@ -47,14 +48,21 @@ function seek(time, isLive = false) {
   if (isLive) playhead.goLive();
   else playhead.seek(time);
   state.wasJump ||= Math.abs(playhead.time - before) > JUMP_S;
-  remember();
   showButtons();
   load();
+  remember();
 }
 
-/** A link to this moment. */
+/** Make the address a link to this moment, once nothing has moved for a while: browsers refuse many in a row. */
 function remember() {
-  history.replaceState(null, '', playhead.isLive ? '#live' : `#t=${playhead.time.toFixed(2)}`);
+  clearTimeout(remember.timer);
+  remember.timer = setTimeout(() => {
+    try {
+      history.replaceState(null, '', playhead.isLive ? '#live' : `#t=${playhead.time.toFixed(2)}`);
+    } catch {
+      // refused: the address stays that of a moment before
+    }
+  }, 300);
 }
 
 /** Go to the moment that the page's address names; whether it names one. */
@@ -81,8 +89,8 @@ async function moveSteps(steps) {
 
 function toggle() {
   playhead.toggle();
-  remember();
   showButtons();
+  remember();
 }
 
 function goLive() {
@@ -134,8 +142,12 @@ lanes.onZoom = () => load();
 
 function loadCurves() {
   requests.curves.run(async () => {
-    const names = curves.wanted();
-    if (names.length) curves.load(await get('curves', { names: names.join(',') }));
+    const [names, found] = [curves.wanted(), {}];
+    for (let first = 0; first < names.length; first += MAX_NAMES) {
+      const answer = await get('curves', { names: names.slice(first, first + MAX_NAMES).join(',') });
+      Object.assign(found, answer.curves);
+    }
+    if (names.length) curves.load({ curves: found });
   });
 }
 
@@ -150,6 +162,7 @@ function loadOverview() {
 
 async function loadInfo() {
   const info = await get('run');
+  if (JSON.stringify(info.alarms) !== JSON.stringify(state.info?.alarms)) showAlarms.shown = null;
   state.info = info;
   state.pulse ??= info;
   playhead.begin = info.begin_s;
@@ -160,7 +173,6 @@ async function loadInfo() {
   say(byId('facts'), [recipe, model, batch, mode].filter(Boolean).join(' · '));
   sideOf = new Map(info.processes.map((one) => [one.name, one.side]));
   for (const part of [stage, lanes, curves]) part.setUp(info);
-  showAlarms.shown = null;
   loadCurves();
   loadOverview();
 }
@@ -193,10 +205,12 @@ function onPulse(pulse) {
 }
 
 /** Whether the run goes on, and who starves, once there are steps to tell it by. */
-function showPulse({ verdict, life, silent_s: silent }) {
+function showPulse({ verdict, verdict_steps: steps, life, silent_s: silent }) {
   byId('verdict').hidden = !verdict;
   const isResumed = state.info?.attempts > 1;
-  say(byId('verdict').firstElementChild, isResumed ? 'Since the resume: ' : OVER.includes(life) ? 'The whole run: ' : 'So far: ');
+  const parts = [isResumed && 'since the resume', steps !== null && `up to step ${count(steps)}`].filter(Boolean);
+  const told = parts.join(', ') || 'the whole run';
+  say(byId('verdict').firstElementChild, `${told[0].toUpperCase()}${told.slice(1)}: `);
   say(byId('verdict').lastElementChild, verdict ?? '');
   const words = { waiting: 'has not begun', silent: `no news for ${clock(silent)}` };
   say(byId('life'), words[life] ?? life);

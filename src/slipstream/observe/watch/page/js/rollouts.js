@@ -3,7 +3,7 @@
 import { byId, choices, el, key, say } from './dom.js';
 import { get, Latest } from './api.js';
 import { ageClass } from './stage.js';
-import { age, number, plural, printable } from './format.js';
+import { age, count, number, plural, printable } from './format.js';
 
 const COUNT = 24;
 const MODES = {
@@ -40,11 +40,14 @@ const gapOf = (tokens, index) => {
 export class Rollouts {
   constructor(onError) {
     Object.assign(this, { requests: new Latest(onError), reading: new Latest(onError) });
-    Object.assign(this, { shown: [], row: 0, step: -1, mode: 'version', ordinal: null, sample: 0 });
+    Object.assign(this, { shown: [], row: 0, step: -1, mode: 'version', ordinal: null, sample: 0, onlyTokens: true });
     byId('earlier').addEventListener('click', () => this.page(-1));
     byId('later').addEventListener('click', () => this.page(1));
     byId('follow').addEventListener('change', () => (this.step = -1));
-    byId('only-tokens').addEventListener('change', () => this.list({ row: this.row }));
+    byId('only-tokens').addEventListener('change', (event) => {
+      this.onlyTokens = event.target.checked;
+      this.list({ row: this.row });
+    });
     this.nothing('Nothing has been trained or dropped yet.');
   }
 
@@ -69,17 +72,18 @@ export class Rollouts {
   }
 
   list(query) {
-    const tokens = byId('only-tokens').checked ? '1' : '0';
+    const tokens = this.onlyTokens ? '1' : '0';
     this.requests.run(async () => {
-      let answer = await get('groups', { ...query, count: COUNT, tokens });
-      if (!answer.groups.length && tokens === '1' && answer.num_groups) {
-        byId('only-tokens').checked = false; // this run has written none
-        answer = await get('groups', { ...query, count: COUNT, tokens: '0' });
-      }
+      const answer = await get('groups', { ...query, count: COUNT, tokens });
+      byId('only-tokens').checked = this.onlyTokens && answer.has_tokens; // all are listed until some were written
       this.shown = answer.groups;
       this.row = answer.row;
-      byId('group-list').replaceChildren(...answer.groups.map((group) => this.item(group)));
-      if (answer.groups.length && (this.isFollowing || this.ordinal === null)) this.open(answer.groups[0].ordinal);
+      const isBefore = answer.groups.at(-1)?.row < answer.row; // from that row on none has tokens
+      const list = byId('group-list');
+      list.replaceChildren(...answer.groups.map((group) => this.item(group)));
+      list.scrollTop = isBefore ? list.scrollHeight : 0;
+      const first = answer.groups.at(isBefore ? -1 : 0);
+      if (first && (this.isFollowing || this.ordinal === null)) this.open(first.ordinal);
     });
   }
 
@@ -163,13 +167,16 @@ export class Rollouts {
       versionWords(rollout.versions),
     ];
     const failure = rollout.failure ? [el('p', { class: 'failure' }, 'failed: ', el('bdi', {}, printable(rollout.failure)))] : [];
+    const ending = rollout.ending ? ` … ${printable(rollout.ending, true)}` : '';
     const said = rollout.episode
       ? transcripts(rollout.episode.parts)
-      : el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), rollout.is_cut ? ' …' : '');
+      : el('pre', { class: 'text', dir: 'auto' }, printable(rollout.completion, true), ending);
+    const [told, all] = [rollout.tokens?.texts.length, rollout.tokens?.num_tokens];
+    const cut = told < all ? [el('p', { class: 'label' }, `The first ${count(told)} of ${plural(all, 'token')}:`)] : [];
     const tokens = rollout.tokens
-      ? [this.modes(), ...this.tokenView(rollout.tokens, step)]
+      ? [...cut, this.modes(), ...this.tokenView(rollout.tokens, step)]
       : [el('p', { class: 'muted' }, 'Single tokens are written for some groups only (observe.tokens_every).')];
-    const text = rollout.episode || !rollout.tokens ? [said, ...tokens].flat() : tokens;
+    const text = rollout.episode || !rollout.tokens || cut.length ? [said, ...tokens].flat() : tokens;
     this.body.replaceChildren(el('p', { class: 'facts' }, facts.join(' · ')), ...failure, ...text);
   }
 
@@ -304,7 +311,7 @@ function versionWords(runs) {
 
 function tokenWords(tokens, index, versions, step) {
   const text = printable(tokens.texts[index]);
-  const start = `Token ${index + 1} of ${tokens.texts.length} “${text}” (id ${tokens.tokens[index]})`;
+  const start = `Token ${index + 1} of ${tokens.num_tokens} “${text}” (id ${tokens.tokens[index]})`;
   const fork = tokens.branches.filter((first) => first <= index).length;
   const where = fork ? `fork ${fork}, ` : '';
   if (versions[index] < 0) return `${start}: ${where}given, not sampled`;

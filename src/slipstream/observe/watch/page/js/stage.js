@@ -81,8 +81,11 @@ export class Stage {
     });
   }
 
-  /** Once per run: its processes and dials. */
+  /** Show the run's processes and dials, where these are not those that are shown. */
   setUp(info) {
+    const shown = JSON.stringify([info.processes, info.dials]);
+    if (shown === this.shown) return;
+    this.shown = shown;
     const { completions_per_group: completions = 1, groups_per_step: perStep = 1 } = info.dials ?? {};
     const { steps = Infinity, max_staleness: bound = 0 } = info.dials ?? {};
     Object.assign(this, { completions, perStep, bound, numSteps: steps, isKnown: info.dials !== null });
