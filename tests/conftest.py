@@ -64,20 +64,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take longest, the longest first: the last to be begun are then short, and no worker waits for another's.
 # Whole runs, which wait for much of their time, and others take turns. Names are those of files: no two have the same.
 LONGEST = """
-    resume bad_input lora_run replica watch_page lora_ranks episode_versions reshard asynchronous_run code report_page
-    eval_episodes sync_equals_reference paged_kernels signals stages_trained stages_dpo hub episodes_equal_reference
-    bad_environments critic_run agents_in_pools algorithm_runs calibrate generator_stages_run rank_checkpoints stages
-    plan_command distillation_run planned_bytes stages_endings workers code_run gateway early_stopping sharded_models
-    endings rendezvous episodes_resumed expert_parallel eval_cli recomputed pipeline_parallel_run critic poisoned_run
-    staged_engines policies_run chat measure_run vllm_client orphans absurd_input unmoved_weights parked
-    vanished_folder lora disk_full sandbox stages_recipes job_files environments_killed channel_tcp scoring_groups
-    prompts restarts_run context_ranks eval_sets agent_programs stages_data advice agent_runs relayed_versions vllm_run
-    precision published_recipes hostile_checkpoints precision_run resident_versions custom_pipeline comparison export
-    sharded forks_seen loss_identities hostile_reward planner floods eval_tools cut_sampling pools kernel_counts
-    simulated_policies divided_scoring agent_tokens reward_model recipes staleness_by_loss staged_replica wheel serve
-    critic_executor training crash_instants step_on_make_believe_cuda report executors watch_index wire engine_bits
-    outlet teacher over_ranks corrections stored_base decode_kernels architecture quantized_versions branches_trained
-    cli vllm_turns health
+    watch_page eval_episodes report_page bad_input signals hub resume replica episode_versions code lora_run lora_ranks
+    asynchronous_run paged_kernels stages_dpo reshard episodes_equal_reference agents_in_pools stages bad_environments
+    sync_equals_reference plan_command critic_run gateway episodes_resumed workers endings hostile_checkpoints
+    distillation_run calibrate eval_cli staged_engines code_run rank_checkpoints algorithm_runs critic
+    pipeline_parallel_run sandbox custom_pipeline expert_parallel agent_runs sharded_models vllm_run relayed_versions
+    eval_sets lora poisoned_run planned_bytes floods job_files forks_seen absurd_input restarts_run channel_tcp
+    stages_data vllm_client hostile_reward stages_trained published_recipes pools vanished_folder advice early_stopping
+    eval_tools paged_run parked agent_programs precision step_on_make_believe_cuda health stored_base comparison
+    training resident_versions serve families context_ranks staleness_by_loss kernel_counts teacher quantized_versions
+    simulated_policies chat corrections executors outlet architecture reward_model report task_library wheel
+    engine_bits critic_executor over_ranks loss_identities cli wire staged_replica
 """
 
 
