@@ -27,7 +27,7 @@ quickstart: .venv/run ## install, then train the quickstart recipe
 # the order of tests/conftest.py, the longest first. What is imported is compiled once, not by each process.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/dev ## run the tests: no download, no GPU
-	$(BIN)/python -m pytest -q -n 5 --dist loadfile --no-loadscope-reorder --ignore=tests/promises $(ARGS)
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/promises $(ARGS)
 
 test-slow: .venv/dev ## run the slow tests: every policy loss until it learns, many whole runs, over an hour
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

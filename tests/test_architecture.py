@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_514
+MAX_LINES = 92_536
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,18 +180,18 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_335,
     "batching": 450,
     "controller": 6_340,
-    "core": 12_041,
+    "core": 12_055,
     "environments": 8_055,
     "evals": 2_735,
-    "generator": 10_047,
+    "generator": 10_048,
     "jail": 1_055,
     "jobs": 980,
-    "models": 9_980,
-    "observe": 10_091,
+    "models": 9_981,
+    "observe": 10_092,
     "plan": 7_630,
     "prompts": 1_515,
     "rewards": 3_990,
-    "stages": 2_837,
+    "stages": 2_842,
     "trainer": 6_535,
     "weight_sync": 3_725,
 }

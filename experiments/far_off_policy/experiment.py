@@ -275,7 +275,8 @@ def section(lab: Lab) -> Section:
         "steps of 16 x 8 completions in one update, so that a lag is one of updates. The first `lag` steps are trained "
         "on what the first policy has sampled, from then on every token is as old as the bound. Losses have their "
         f"authors' settings, and each the best learning rate at which it is stable at a lag of {FAR}, synchronous "
-        f"training at none, with others tried on both of its sides, on seeds {SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}. "
+        f"training at none, with others tried on both of its sides where {LADDER[0]:g} to {LADDER[-1]:g} have any, on "
+        f"seeds {SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}. "
         f"Verdicts are on {len(SEEDS)} other seeds.",
         tables={
             f"Held-out accuracy at a lag of {FAR}, synchronous at none, by learning rate; {len(SWEEP_SEEDS)} seeds": (

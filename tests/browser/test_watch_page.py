@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -189,10 +190,11 @@ def test_numbers_have_three_digits_that_matter_and_an_error_is_not_asked_for_at_
         "async (values) => values.map((await import('/js/format.js')).number)", values
     ) == ["0", "0.0001", "0.00037", "-0.0003", "0.00149", "0.0123", "0.05", "-0.1", "0.25", "1.5", "12.3", "123",
           "1,936", "9.0e-5", "3.1e6"]  # fmt: skip
-    num_asked = page.evaluate("""async () => {
+    num_asked, took_ms = page.evaluate("""async () => {
         const { Latest } = await import('/js/api.js');
         const latest = new Latest(() => {});
         let asked = 0;
+        const began = performance.now();
         const job = async () => {
             asked += 1;
             throw new Error('the server has gone');
@@ -201,9 +203,10 @@ def test_numbers_have_three_digits_that_matter_and_an_error_is_not_asked_for_at_
             latest.run(job);
             await new Promise((done) => setTimeout(done, 16));
         }
-        return asked;
+        return [asked, performance.now() - began];
     }""")
-    assert num_asked == 1, "a replay asks with every frame"
+    assert num_asked <= 1 + took_ms / 1000, "a replay asks with every frame"
+    assert num_asked < 20
 
 
 def test_a_slider_that_is_dragged_works_where_the_browser_refuses_its_addresses(
@@ -226,8 +229,9 @@ def test_a_slider_that_is_dragged_works_where_the_browser_refuses_its_addresses(
         await new Promise((done) => setTimeout(done, 500));
         return refused;
     }""")
-    assert num_refused == 1
+    assert 1 <= num_refused < 10, "not with each of its 30 moves"
     time_s = float(page.locator("#slider").input_value())
+    settled(page, "document.getElementById('loop-readout')")
     assert dots(page) == expected_dots(page_of_made.index.run_dir, time_s)
 
 
@@ -415,8 +419,10 @@ def test_tokens_of_earlier_groups_are_read_where_the_last_ones_have_none_and_lon
     settled(page, "document.querySelector('.answer pre')")
     assert not page.locator("#only-tokens").is_checked(), "none were written yet"
     (run_dir / "tokens.jsonl").write_text("".join(json.dumps(line | {"num_tokens": 16_000}) + "\n" for line in lines))
-    until(page, "document.getElementById('notice').hidden")
-    page.wait_for_timeout(1500)  # files are looked at once a second
+    deadline_s = time.monotonic() + 20
+    while not watch.index.tokens.places:  # files are looked at once a second
+        assert time.monotonic() < deadline_s
+        page.wait_for_timeout(50)
     page.locator("#previous").click()
     until(page, "document.querySelector('.token')")
     assert page.locator("#only-tokens").is_checked()
@@ -484,9 +490,14 @@ def test_it_follows_a_run_that_grows_is_resumed_and_ends(
     until(page, "document.querySelector('.wait')")
     assert page.evaluate("document.querySelector('.wait').getAnimations().length") == 0, "the run has the cores"
     hide(page, is_hidden=True)
+    page.wait_for_timeout(300)  # what had come is drawn
     end_s = page.locator("#slider").get_attribute("max")
     made.write(run_dir, until_s=6.0)
-    page.wait_for_timeout(2500)
+    deadline_s = time.monotonic() + 20
+    while watch.index.end_s < 5:
+        assert time.monotonic() < deadline_s
+        page.wait_for_timeout(50)
+    page.wait_for_timeout(500)
     assert page.locator("#slider").get_attribute("max") == end_s, "nobody looks at it"
     hide(page, is_hidden=False)
     until(page, "Number(document.getElementById('slider').max) > 5")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import with_slow
 
 pytest.importorskip("triton")
 
@@ -28,8 +29,7 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     compile_for_gpus(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", ["few", "all"])
+@pytest.mark.parametrize("cases", with_slow(["few"], ["all"]))
 def test_attention_heads_rounding_and_sampling_keep_to_registers(cases: str, tmp_path: Path) -> None:
     """At the sizes of benchmarked models, for Hopper: no spills, few registers, 16 bytes at once."""
     compile_for_gpus(tmp_path, "attention", "head", "e4m3", "sampling", cases)

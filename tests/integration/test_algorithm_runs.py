@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from audit import audit
+from covering import with_slow
 from safetensors.torch import load_file
 
 import slipstream
@@ -50,8 +51,7 @@ def assert_same_state(run_dir: Path, other_dir: Path, *, step: int) -> None:
             assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("critic", ["own", "head"])
+@pytest.mark.parametrize("critic", with_slow(["own"], ["head"]))
 def test_resumed_with_critic_reference_and_adaptive_kl_equals_uninterrupted(critic, tiny, tmp_path):
     """Weights, coefficient and the reference after the warm start are those of the first attempt."""
     overrides = tiny | SYNC | ACTOR_CRITIC | {"critic": {"model": critic}}

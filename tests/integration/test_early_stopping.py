@@ -115,6 +115,9 @@ def test_patience_and_the_best_model_while_training_runs_ahead(small, tmp_path, 
         assert best["version"] % 2 == 0
     assert has_weights_of(result.out / "best", result.out / "checkpoints" / f"step_{best['version']}")
     assert not list(result.out.glob(".best*")), "no candidate is left"
+    for more in ({}, {"steps": 60}):
+        with pytest.raises(ConfigError, match=r"already complete[\s\S]*eval.patience"):
+            slipstream.run(resume=result.out, overrides=more, display=False)
 
 
 @pytest.mark.slow

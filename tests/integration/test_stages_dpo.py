@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from audit import lines
+from covering import with_slow
 from transformers import AutoModelForCausalLM
 
 import slipstream
@@ -127,8 +128,7 @@ def test_an_interrupted_stage_begins_again_and_a_finished_one_is_left(
     assert len(lines(out / "dpo" / "metrics.jsonl")) == table(out / "dpo" / "stage.json")["steps"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["ipo", "kto", "simpo"])
+@pytest.mark.parametrize("loss", with_slow(["kto"], ["ipo", "simpo"]))
 def test_other_losses_and_rl_behind_them(loss: str, chain: tuple[Path, slipstream.Result], tmp_path: Path) -> None:
     """From the checkpoint and the preferences of the chain; 'stage:dpo' is where RL starts from."""
     tables = {

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tomli_w
 from audit import audit
+from covering import with_slow
 from processes import descendants, is_alive
 
 import slipstream
@@ -83,8 +84,7 @@ def shorten(run: Path) -> None:
     config.write_text(text.replace(f"steps = {ENDLESS}", "steps = 5").replace('host = "process"', 'host = "inline"'))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "to"), [("sft", "group"), ("reward_model", "run")])
+@pytest.mark.parametrize(("stage", "to"), with_slow([("sft", "group")], [("reward_model", "run")]))
 def test_ctrl_c_ends_a_stage_with_130_and_resume_finishes(stage: str, to: str, tmp_path: Path) -> None:
     """A terminal signals the whole group, `kill` the run alone: the end is the same."""
     recipe = write_recipe(tmp_path, tmp_path / "rows.jsonl", **{stage: {"steps": ENDLESS}})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reasoning_gym
 import torch
+from covering import with_slow
 
 import slipstream
 from slipstream.batching import collate
@@ -158,14 +159,8 @@ def test_inline_two_replicas_in_processes_and_reference_give_the_same_weights(ti
     assert process.summary["staleness"]["max"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "is_replayed"),
-    [
-        ("qwen3_moe", True),
-        ("qwen3_moe", False),
-        ("mixtral", False),
-    ],
+    ("family", "is_replayed"), with_slow([("qwen3_moe", True)], [("qwen3_moe", False), ("mixtral", False)])
 )
 def test_a_mixture_of_experts_gives_the_weights_of_the_loop(family, is_replayed, tiny, sync_tables, tmp_path):
     """In which a group alone in its engine meets other tokens at its experts than in a crowd."""

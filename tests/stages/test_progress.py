@@ -67,5 +67,5 @@ def test_a_run_that_leaves_gpus_alone_says_so(
     monkeypatch.setattr("slipstream.plan.one_gpu.with_shares", lambda config, **_: (config, None))
     config = resolve("quickstart", overrides)
     assert rl._for_gpus(config, config, FromPython()) == (config, config)
-    line = "this machine has 8 GPUs, and the run computes on its CPU: trainer.device and generator.device are 'cpu'"
+    line = "this machine has 8 GPUs, and trainer and generator compute on its CPU: their `device` is 'cpu'"
     assert told == [line] * is_told

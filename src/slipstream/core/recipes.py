@@ -193,18 +193,32 @@ RESUMED_WITH = (
     "trainer.ranks",
     "trainer.tensor_parallel",
     "trainer.context_parallel",
+    "trainer.expert_parallel",
     "trainer.pipeline_parallel",
     "trainer.pipeline_chunks",
     "trainer.microbatch_tokens",
+    "trainer.recompute",
+    "trainer.offload_moments",
+    "trainer.gpu_share",
     "generator.replicas",
     "generator.tensor_parallel",
     "generator.pipeline_parallel",
+    "generator.num_slots",
+    "generator.prefill_tokens",
+    "generator.gpu_share",
     "eval.stop_at",
     "eval.patience",
     "generator.max_replicas",
     "critic.executor",
     "critic.ranks",
     "critic.tensor_parallel",
+    "critic.gpu_share",
+    "kl.ranks",
+    "kl.tensor_parallel",
+    "teacher.ranks",
+    "teacher.tensor_parallel",
+    "rewards.model_ranks",
+    "rewards.model_tensor_parallel",
     "deadline_s",
     "lease_s",
     "shutdown_grace_s",
@@ -247,11 +261,11 @@ def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
     wanted = _with_commits_of(saved, wanted)
     changed = [field for field in field_paths() if value_at(saved, field) != value_at(wanted, field)]
     chosen = [field for field in changed if field in CHOSEN and value_at(wanted, field) is None]
-    if refused := [field for field in changed if field not in (*RESUMED_WITH, *chosen)]:
+    if refused := [field for field in changed if field not in RESUMED_WITH]:
         what = f"the recipe is not that of the run in '{run_dir}', which keeps its configuration"
         hint = "a run of that recipe needs a folder of its own"
         raise ConfigError(what, got=", ".join(refused), allowed=f"changes of {', '.join(RESUMED_WITH)}", hint=hint)
-    return nested({field: value_at(wanted, field) for field in changed if field in RESUMED_WITH})
+    return nested({field: value_at(wanted, field) for field in changed if field not in chosen})
 
 
 def _saved_tables(run_dir: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from slipstream.models.tokenizer import Tokenizer
 Ended = Finished | EndedEpisode
 
 GATHER_S = 0.02
-"""While more is decoded, completions leave at most this often: a frame costs those who score as much as several."""
+"""While the native engine decodes more, completions leave at most this often, between steps: a frame costs those who
+score as much as several."""
 
 
 class Outgoing:

@@ -261,7 +261,8 @@ def _fill(view: StoredWeight, weight: Tensor, largest: Tensor | None) -> Iterato
         scales = torch.split(row_scales, rows)
     for source, target, scale in zip(sources, torch.split(view.values, rows), scales, strict=True):
         if scale is None:
-            target.copy_(source.to(target.dtype) if source.is_cuda else source)  # on the way to a host, half the bytes
+            is_sent = source.is_cuda and not target.is_cuda
+            target.copy_(source.to(target.dtype) if is_sent else source)  # half the bytes on the way to the host
         elif view.columns is not None:
             target.copy_(rounded(source, scale))
         else:

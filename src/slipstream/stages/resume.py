@@ -101,6 +101,8 @@ def set_aside(run_dir: Path) -> Path:
     except BaseException:  # a full disk has its room back
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    for folder in earlier:  # the newest is enough, as each may be large and checkpoints have its weights
+        shutil.rmtree(folder / "model", ignore_errors=True)
     for name in ("timeline", "summary.json", "model"):
         if (run_dir / name).exists():
             (run_dir / name).rename(attempt / name)

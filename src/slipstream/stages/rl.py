@@ -35,6 +35,7 @@ from slipstream.core.files import open_regular
 from slipstream.core.hooks import Hooks, load_callbacks
 from slipstream.core.interrupts import GO_ON_VARIABLE, Interrupted, Interrupts
 from slipstream.core.jsonl import read_jsonl
+from slipstream.core.plain import plural
 from slipstream.core.recipes import resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot
 from slipstream.core.staleness import oldest_version, place_of
@@ -379,7 +380,8 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
         )
     notes = [] if checkpoint is None else extension(before, config, read_cut(checkpoint).schedule)
     is_resumed = checkpoint is not None
-    prepared = _work(with_paths, run_dir, given, is_resumed=is_resumed)  # its errors come before files are moved
+    prepared = _work(with_paths, run_dir, given, is_resumed=is_resumed)  # errors come before files are moved
+    _for_gpus(config, _with_longest_prompt(with_paths, prepared[1].report), replace(given, display=False))
     resumed = prepare_resume(run_dir, found)
     if (run_dir / EVALUATION_FILE).exists():  # of a policy that is trained further
         (run_dir / EVALUATION_FILE).replace(resumed.attempt / EVALUATION_FILE)
@@ -465,9 +467,10 @@ def _build(
 def _for_gpus(config: RunConfig, with_paths: RunConfig, given: FromPython) -> tuple[RunConfig, RunConfig]:
     """`config` with sizes for this machine's GPUs, which a resumed run keeps; `with_paths` with shares of them, too."""
     if not config.computes_on_gpu:
-        if config.generator.engine == "native" and (gpus := describe().gpus):
-            unused = f"this machine has {len(gpus)} GPUs, and the run computes on its CPU"
-            tell(config, given, [f"{unused}: trainer.device and generator.device are 'cpu'"])
+        is_here = config.generator.engine == "native" and not given.remote
+        if is_here and (gpus := describe().gpus):
+            unused = f"this machine has {plural(len(gpus), 'GPU')}, and trainer and generator compute on its CPU"
+            tell(config, given, [f"{unused}: their `device` is 'cpu'"])
         return config, with_paths
     from slipstream.plan.gpu_sizes import with_sizes
     from slipstream.plan.one_gpu import with_shares

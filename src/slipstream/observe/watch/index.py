@@ -269,12 +269,13 @@ class LiveVerdict:
             self.sentence, self.steps = balance["verdict"] or None, None
         elif now_s >= self._due_s and (size := accounting_bytes(self.run_dir)) <= MAX_BYTES:
             if size != self._size:
-                started_s, steps, self._size = time.thread_time(), index.events.loop.version, size
+                started_s, steps = time.thread_time(), index.events.loop.version
                 with suppress(SlipstreamError, OSError):  # files that are being replaced, or are damaged
                     self.sentence, self.steps = read_accounting(self.run_dir).balance.verdict or None, steps
+                    self._size = size
                 least_s = MIN_INTERVAL_S if steps > 10 else EARLY_INTERVAL_S
                 self._due_s = now_s + max(least_s, (time.thread_time() - started_s) / MAX_SHARE)
-            self.steps = None if is_over else self.steps
+            self.steps = None if is_over and size == self._size else self.steps
         return (self.sentence, self.steps) != before
 
 
