@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_536
+MAX_LINES = 92_539
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -183,7 +183,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 12_055,
     "environments": 8_055,
     "evals": 2_735,
-    "generator": 10_048,
+    "generator": 10_051,
     "jail": 1_055,
     "jobs": 980,
     "models": 9_981,

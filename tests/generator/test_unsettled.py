@@ -172,6 +172,21 @@ def test_completions_gather_for_a_moment_while_more_is_decoded(tmp_path: Path, h
     assert outgoing.is_due(more_comes=True)
 
 
+def test_the_last_completion_of_a_group_is_not_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule has heard that the group is finished: what it waits for now are its scores."""
+    outgoing = Node(tmp_path).generator.outgoing
+    monkeypatch.setattr(outgoing, "completion_of", lambda ended, prompt: ended)
+    ended: list[Any] = [completion(0), completion(0, 1)]
+    outgoing.send()
+    outgoing.prompts[0] = (PROMPT, 2)
+    outgoing.pass_on(ended[0])
+    assert not outgoing.is_due(more_comes=True)
+    outgoing.pass_on(ended[1])
+    assert outgoing.is_due(more_comes=True)
+    outgoing.send()
+    assert not outgoing.is_due(more_comes=True)
+
+
 def test_the_last_completions_of_all_leave_in_the_step_that_ends_them(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.admit(0, 4)

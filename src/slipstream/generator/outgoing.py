@@ -18,7 +18,7 @@ Ended = Finished | EndedEpisode
 
 GATHER_S = 0.02
 """While the native engine decodes more, completions leave at most this often, between steps: a frame costs those who
-score as much as several."""
+score as much as several. The last one of a group is not held back: from then on the group waits for its scores."""
 
 
 class Outgoing:
@@ -38,6 +38,7 @@ class Outgoing:
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         self._gather_s = GATHER_S if config.host == "process" else 0.0
         self._sent_s = -GATHER_S
+        self._has_whole = False  # a group has ended since
         self.settled_early: set[int] = set()  # ordinals of `prompts` whose group was scored: others had sampled it
 
     def admit(self, message: Admit) -> None:
@@ -55,11 +56,12 @@ class Outgoing:
         """Whether there is anything to `send` that need not wait for what is still decoded."""
         if self.unsettled is None or not self.unsettled.num_unsent:
             return False
-        return not more_comes or self._context.clock.now_s() - self._sent_s >= self._gather_s
+        is_urgent = self._has_whole or not more_comes
+        return is_urgent or self._context.clock.now_s() - self._sent_s >= self._gather_s
 
     def send(self) -> bool:
         """Send what has not been sent, as far as there is room; whether anything was."""
-        self._sent_s = self._context.clock.now_s()
+        self._sent_s, self._has_whole = self._context.clock.now_s(), False
         return self.unsettled is not None and self.unsettled.send()
 
     def rejoined(self, executor: str) -> None:
@@ -79,6 +81,7 @@ class Outgoing:
             self.prompts[ordinal] = (prompt, remaining - 1)
         else:
             self.settled_early.discard(ordinal)
+            self._has_whole = True
         if self.unsettled is None:
             return None
         completion = self.completion_of(ended, prompt)
