@@ -18,7 +18,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "learning_rates": Entry("synchronous and continuous training at the best learning rate of each", 70),
     "staleness_by_loss": Entry("how much staleness each loss bears", 135),
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 100),
-    "far_off_policy": Entry("losses made for very old samples, at lags of 32, 64 and 128 updates", 270),
+    "far_off_policy": Entry("losses made for very old samples, at lags of 32, 64 and 128 updates", 310),
     "policy_or_reward_size": Entry("policy size or reward-model size", 75),
     "idle_compute": Entry("more updates per batch, or the best and the worst of more completions", 120),
     "stale_kv_cache": Entry("keep or recompute the cache when weights change", 10),
