@@ -30,7 +30,7 @@ from slipstream.core.types import StepDone
 from slipstream.models.flat import FlatParameters
 from slipstream.observe.metrics import MetricsWriter
 from slipstream.observe.recorder import EventRecorder, RolloutRecorder
-from slipstream.stages.resume import prepare_resume
+from slipstream.stages.resume import prepare_resume, set_aside
 from slipstream.trainer.checkpoint import Checkpoints, Trained
 from slipstream.trainer.checkpoint_folder import checkpoint_path
 from slipstream.trainer.optim import AdamW
@@ -355,6 +355,12 @@ def test_what_an_attempt_came_to_is_set_aside_with_it(folder: Path) -> None:
     assert (resumed.attempt / "summary.json").read_text() == '{"status": "interrupted"}'
     assert not (folder / "model").exists(), "it would be evaluated, served and exported as what comes after it"
     assert (resumed.attempt / "model" / "config.json").is_file()
+    again = set_aside(folder)
+    assert (resumed.attempt / "model").is_dir(), "the newest that there is stays, whatever comes to no end"
+    (folder / "model").mkdir()
+    newest = set_aside(folder)
+    models = [attempt for attempt in (resumed.attempt, again, newest) if (attempt / "model").exists()]
+    assert models == [newest], "and no other, as each may be large"
     assert {path.name: path.read_bytes() for path in resumed.attempt.glob("*.jsonl")} == written
     for name in ("alarms.jsonl", "tokens.jsonl"):
         assert lines(folder / name) == [{"step": 0}, {"step": 2}]

@@ -32,8 +32,7 @@ def export(
     `push_to_hub` names a repository of the hub, 'ORG/NAME', that gets the files, too: it is made first, where it is not
     there, `private` if so wished; token and address are those of `huggingface_hub`.
     ConfigError where there is no checkpoint, or something in the way, and for an adapter for the hub whose base is not
-    from there. Identity: the logits are those of `model`, of a
-    merged one up to rounding.
+    from there. Identity: the logits are those of `model`, of a merged one up to rounding.
     """
     check_path(out, "the folder to write")
     folder = Path(out)

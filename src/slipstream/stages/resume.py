@@ -101,13 +101,13 @@ def set_aside(run_dir: Path) -> Path:
     except BaseException:  # a full disk has its room back
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for folder in earlier:  # the newest is enough, as each may be large and checkpoints have its weights
-        shutil.rmtree(folder / "model", ignore_errors=True)
     for name in ("timeline", "summary.json", "model"):
         if (run_dir / name).exists():
             (run_dir / name).rename(attempt / name)
     sync(attempt)
     sync(run_dir)
+    for folder in earlier if (attempt / "model").exists() else ():  # the newest is enough, as each may be large
+        shutil.rmtree(folder / "model", ignore_errors=True)
     return attempt
 
 
