@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_539
+MAX_LINES = 92_794
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,19 +180,19 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_335,
     "batching": 450,
     "controller": 6_340,
-    "core": 12_055,
+    "core": 12_071,
     "environments": 8_055,
-    "evals": 2_735,
+    "evals": 2_801,
     "generator": 10_051,
     "jail": 1_055,
-    "jobs": 980,
-    "models": 9_981,
+    "jobs": 982,
+    "models": 10_016,
     "observe": 10_092,
     "plan": 7_630,
     "prompts": 1_515,
     "rewards": 3_990,
-    "stages": 2_842,
-    "trainer": 6_535,
+    "stages": 2_906,
+    "trainer": 6_607,
     "weight_sync": 3_725,
 }
 LONG_FUNCTIONS = dict.fromkeys(

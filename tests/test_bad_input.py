@@ -774,6 +774,7 @@ if not torch.cuda.is_available():
     CHECKPOINTS += [
         wrong("no GPU to train on", {"trainer": {"device": "cuda"}}, "a GPU of its own", "0 GPUs", "'cpu'", "doctor"),
         wrong("no GPU to generate on", {"generator": {"device": "cuda:1"}}, "not there", "GPUs found: none", "doctor"),
+        wrong("no GPU for SFT", {"stages": ["sft"], "trainer": {"device": "cuda"}}, "a GPU of its own", "0 GPUs"),
     ]
 CHECKPOINTS += [
     wrong("no vllm", {"generator": VLLM}, "no environment with vLLM", ".venv-vllm/bin/python", "make vllm-env"),

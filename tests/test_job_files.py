@@ -354,13 +354,17 @@ def test_the_controller_has_gpus_for_what_stays_with_it(remote: list[str] | None
     assert container["resources"]["requests"]["cpu"] == asked["cpus-per-task"]
 
 
-def test_a_stage_that_scores_on_a_gpu_does_so_on_the_controllers_machine() -> None:
+def test_a_stage_that_computes_on_a_gpu_does_so_on_the_controllers_machine() -> None:
     models = {"models": [{"path": "scorer"}], "device": "cuda", "model_ranks": 2}
     for overrides, gpus in (
         ({"rewards": models}, None),
         ({"rewards": models, "stages": ["rl", "evaluate"]}, "gpu:1"),
         ({"gold": models | {"model_ranks": 1}, "stages": ["rl", "evaluate"]}, "gpu:1"),
         ({"gold": models | {"model_ranks": 1, "device": "cpu"}, "stages": ["rl", "evaluate"]}, None),
+        ({"trainer": {"device": "cuda"}, "generator": {"device": "cuda"}}, None),
+        ({"trainer": {"device": "cuda"}, "stages": ["sft", "rl"]}, "gpu:1"),
+        ({"generator": {"device": "cuda"}, "stages": ["rl", "evaluate"]}, "gpu:1"),
+        ({"generator": {"device": "cuda"}, "stages": ["sft", "rl"]}, None),
     ):
         assert sbatch_options(run_files("slurm", overrides)["controller.sbatch"]).get("gres") == gpus, overrides
 

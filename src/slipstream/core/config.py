@@ -168,6 +168,22 @@ class RunConfig(Section):
         return self.trainer.device == "cuda" or self.generator.device != "cpu"
 
     @property
+    def samples_on(self) -> str:
+        """The device that a policy is sampled on outside of RL, by the native engine: with vLLM, the trainer's."""
+        return self.trainer.device if self.generator.engine == "vllm" else self.generator.device
+
+    @property
+    def trains_in_stages(self) -> bool:
+        """Whether a stage besides RL trains a model."""
+        return bool({"sft", "dpo", "reward_model"} & set(self.stages))
+
+    @property
+    def samples_in_stages(self) -> bool:
+        """Whether a stage besides RL samples from a policy."""
+        samples = "reward_model" in self.stages and self.reward_model.normalise == "before_and_after"
+        return samples or bool({"preferences", "evaluate"} & set(self.stages))
+
+    @property
     def weights_stay_on_gpu(self) -> bool:
         """Whether versions go from GPU to GPU: where both ends compute there, and nothing on the way needs the host."""
         is_on_gpu = self.trainer.device == "cuda" and self.generator.device.startswith("cuda")

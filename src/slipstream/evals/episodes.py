@@ -25,7 +25,7 @@ from slipstream.environments.checks import Given
 from slipstream.environments.episodes import EpisodeTable, Sources
 from slipstream.environments.known_episode import EpisodeLimits
 from slipstream.environments.pool import EpisodePool
-from slipstream.evals.sampling import sample_completions
+from slipstream.evals.sampling import kv_bytes_here, sample_completions
 from slipstream.generator.completions import EVAL_STREAM, completion_of_episode, request_of
 from slipstream.generator.engine import Engine
 from slipstream.generator.episodes import EndedEpisode, Episodes
@@ -142,6 +142,7 @@ def _engine(config: RunConfig, tokenizer: Tokenizer, model: Transformer, *, num_
         prefill_chunk=generator.prefill_chunk,
         prefix_cache_tokens=generator.prefix_cache_tokens,
         parked_tokens=generator.parked_tokens,
+        kv_bytes=kv_bytes_here(config, model),
     )
 
 

@@ -29,6 +29,7 @@ from slipstream.environments.episodes import Sources
 from slipstream.environments.given import AgentFunction, EnvironmentMaker, with_given_environment
 from slipstream.environments.rehearsal import Rehearsal
 from slipstream.evals.episodes import answering, private_folders
+from slipstream.evals.sampling import check_sampling, to_sample
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.statistics import pass_at_k_of
 from slipstream.evals.target import eval_target
@@ -105,7 +106,7 @@ class EvalResult:
     differ in reward, as RL with groups of `num_samples` needs. `num_failed` counts answers whose scoring, or whose
     environment, failed, and `failures` the reasons. `episodes` and `sampled_episodes` are there with an environment.
     `data` is the data set of the prompts, None where they are split off the run's own; `eval_set` the name of theirs
-    of `eval.sets`.
+    of `eval.sets`. They were `sampled_on` this device.
     """
 
     checkpoint: str
@@ -127,6 +128,7 @@ class EvalResult:
     sampled_episodes: EpisodeMeans | None = None
     data: str | None = None
     eval_set: str = ""
+    sampled_on: str = "cpu"
 
     @property
     def greedy_answers(self) -> tuple[HeldOutAnswer, ...]:
@@ -207,7 +209,8 @@ def evaluate(
     check_completions("num_prompts", len(held_out), num_samples, max_tokens=config.longest_completion)
     tasks = task_table(config.prompts.tasks)
     dry_call(config.rewards, tasks, held_out, functions=functions, group_size=num_samples)
-    model, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
+    made, _ = build_policy(config.model, seed=config.seed, tokenizer=tokenizer)
+    model = to_sample(config, made)
     with answering(config, tokenizer, environments, private=private_folders(config)) as answer:
         ask = partial(answer, model, held_out, num_slots=config.eval.num_slots)
         completions = ask(temperature=0.0)
@@ -224,7 +227,8 @@ def evaluate(
         )
         for index, (completion, rollout) in enumerate(zip(completions, rollouts, strict=True))
     )
-    return replace(_result(config, answers, num_greedy, num_samples), eval_set=name)
+    result = _result(config, answers, num_greedy, num_samples)
+    return replace(result, eval_set=name, sampled_on=str(model.cos.device))
 
 
 def _check(
@@ -237,7 +241,8 @@ def _check(
     check_measure(config)
     if config.needs_functions:
         check_rewards(config.rewards, task_table(config.prompts.tasks), functions)
-    check_sizes(config, check_policy(config), {"generator"})
+    shape = check_policy(config)
+    check_sizes(check_sampling(config, shape), shape, {"generator"})
     check_completions("num_prompts", num_prompts, num_samples, max_tokens=config.longest_completion)
 
 

@@ -26,6 +26,7 @@ def show(result: EvalResult, model: Path, console: Console) -> None:
     run = model.parent if (model.parent / "config.toml").is_file() else model
     of_what = "held-out prompts" if result.data is None else f"prompts of {result.data}"
     of_what += f", the set {result.eval_set}" if result.eval_set else ""
+    of_what += f", on {result.sampled_on}" if result.sampled_on != "cpu" else ""
     console.print(Text(f"{run}, {result.num_prompts} {of_what}", "italic"), soft_wrap=True)  # a table's title is cut
     table = Table("", "greedy", "sampled")
     for name, *values in _rows_of(result):

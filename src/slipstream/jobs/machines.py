@@ -164,10 +164,12 @@ def _vllm_machine(config: RunConfig, field: str, size: int, ranks_per_node: int)
 def _controller_machine(config: RunConfig, staying: Sequence[Scorer]) -> Machines:
     """Return the machine of the controller and its children: rewards and their workers, and the scorers that stay.
 
-    Scorers share GPUs, and so does a stage that scores in the controller's process, before RL or after it.
+    Scorers share GPUs, and so does a stage that computes beside the controller, before RL or after it.
     """
     in_stages = (config.rewards, config.gold) if {"preferences", "evaluate"} & set(config.stages) else ()
     gpus = [scorer.ranks for scorer in staying if scorer.device == "cuda"]
     gpus += [1 for rewards in in_stages if rewards.models and rewards.device == "cuda"]
+    gpus += [1] if config.trains_in_stages and config.trainer.device == "cuda" else []
+    gpus += [1] if config.samples_in_stages and config.samples_on != "cpu" else []
     cpus = 2 + config.rewards.all_workers + CPUS_PER_RANK * sum(scorer.ranks for scorer in staying)
     return Machines(1, 1, max(gpus, default=0), cpus)

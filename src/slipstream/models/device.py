@@ -56,6 +56,18 @@ def check_gpus(section: str, device: str, ranks_field: str, ranks: int) -> None:
         )
 
 
+def single_device(device: str) -> torch.device:
+    """Where one process alone computes what groups do on `device`: on the GPU of that number, 'cuda' on the first.
+
+    Where this machine has no such GPU it is its first one, and without any the CPU.
+    """
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu" or not num_gpus:
+        return torch.device("cpu")
+    index = torch.device(device).index or 0
+    return torch.device("cuda", index if index < num_gpus else 0)
+
+
 def scoring_device(device: str, local_rank: int = 0) -> torch.device:
     """Where a group's rank `local_rank` of this machine scores completions with models that it has to itself.
 

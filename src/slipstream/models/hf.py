@@ -189,6 +189,8 @@ def save_model(
             hint="`peft.save_adapter` writes the adapters, `lora.merged` makes a model of both",
         )
     path = Path(path)
+    if model.compute_copy is not None:
+        model.compute_copy.reshard()  # what is saved are the float32 weights
     write_configs(path, model.config, model.embedding.weight.dtype)
     write_weights(path, logical_tensors(model), max_shard_bytes)
     if tokenizer is not None:

@@ -200,6 +200,8 @@ def save_scalar_model(
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
+    if model.backbone.compute_copy is not None:
+        model.backbone.compute_copy.reshard()  # what is saved are the float32 weights
     config = config_to_hf(model.config)
     config["dtype"] = str(model.backbone.embedding.weight.dtype).removeprefix("torch.")
     config["architectures"] = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model.config.family]]

@@ -388,7 +388,13 @@ def new_sharded_scalar(policy: Transformer, division: Division, *, head_init: He
 
 def _unfilled_scalar(config: TransformerConfig, division: Division) -> ScalarModel:
     config = replace(config, tie_embeddings=True)  # there is no head over the vocabulary
-    model = ScalarModel(local_config(config, division.tensor_parallel.world), division.ranks_of(config))
+    return divide_scalar(
+        ScalarModel(local_config(config, division.tensor_parallel.world), division.ranks_of(config)), division
+    )
+
+
+def divide_scalar(model: ScalarModel, division: Division) -> ScalarModel:
+    """`divide` a scalar model, this rank's part of one, and return it; its head is whole on every rank."""
     divide(model.backbone, division)
     return model.to(division.device)
 

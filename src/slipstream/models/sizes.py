@@ -50,6 +50,19 @@ def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[st
     _check_samples(config, memory)
 
 
+def check_on_gpu(config: RunConfig, shape: TransformerConfig, memory: int) -> None:
+    """Raise ConfigError for a policy of `shape` that one process cannot train in `memory` bytes of a GPU."""
+    trainer = config.trainer
+    per_parameter = 8 + (0 if trainer.offload_moments else 8) + (2 if trainer.precision == "bfloat16" else 0)
+    _fits(
+        "the model cannot be trained in this GPU's memory, as one stage does by itself",
+        per_parameter * num_parameters(shape),
+        memory,
+        of=f"{num_parameters(shape):.3g} parameters x {per_parameter} bytes",
+        hint="trainer.device = 'cpu'" + ("" if trainer.offload_moments else ", or trainer.offload_moments = true"),
+    )
+
+
 def check_slots(
     shape: TransformerConfig, field: str, slots: int, longest: int, *, replicas: int = 1, hint: str
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from slipstream.controller.checks import Reader, check, check_checkpoints, policy_tokenizer
 from slipstream.controller.placement import check_remote
@@ -16,10 +17,12 @@ from slipstream.core.files import load_json
 from slipstream.core.held_out import check_measure
 from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.environments.checks import Given
-from slipstream.models.device import check_gpus
+from slipstream.evals.sampling import check_sampling
+from slipstream.generator.device import check_device
+from slipstream.models.device import check_gpus, single_device
 from slipstream.models.hub import check_model_path, with_folders
 from slipstream.models.preflight import check_policy
-from slipstream.models.sizes import check_sizes
+from slipstream.models.sizes import check_on_gpu, check_sizes
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.observe.hardware import describe
 from slipstream.observe.summary import Summary, read_summary, write_summary
@@ -70,6 +73,11 @@ def check_stages(
         check_remote(config, remote)
         shape = check_policy(config, is_sampled=bool({"preferences", "evaluate"} & set(config.stages)))
         check_sizes(config, shape, {"trainer", "generator"})
+        if config.trains_in_stages:
+            check_gpus("trainer", config.trainer.device, "ranks", 1)
+        if config.samples_in_stages:
+            check_device(config)
+    _check_on_gpu(config)
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
         if rewards.models:  # these stages score in this process
@@ -79,6 +87,15 @@ def check_stages(
         check_rewards(config.gold_rewards, task_table(config.prompts.tasks))
     if uses_gold and config.judge.is_given:
         build_judge(config.judge)
+
+
+def _check_on_gpu(config: RunConfig) -> None:
+    """Raise ConfigError for a policy that the GPU of a stage besides RL has no room for, or cannot sample."""
+    device = single_device(config.trainer.device)
+    if device.type == "cuda" and config.trains_in_stages:
+        check_on_gpu(config, check_policy(config), torch.cuda.get_device_properties(device).total_memory)
+    if single_device(config.samples_on).type == "cuda" and config.samples_in_stages:
+        check_sampling(config, check_policy(config))
 
 
 def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:

@@ -15,6 +15,7 @@ from slipstream.models.build import build_policy
 from slipstream.models.hf import load_model, save_model
 from slipstream.stages.preference_data import read_pairs
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, recent_mean, write_record
+from slipstream.trainer.alone import Alone
 from slipstream.trainer.dpo import (
     PreferenceMeasure,
     dpo_updates,
@@ -32,8 +33,10 @@ def run_dpo(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     with times.span("start_up"):
         folder = fresh_folder(run_dir, "dpo")
         start = config.model.model_copy(update={"path": dpo.path or config.model.path})
-        model, tokenizer = build_policy(start, seed=config.seed)
-        reference = model if dpo.reference is None else load_model(Path(dpo.reference))
+        alone = Alone(config)
+        made, tokenizer = build_policy(start, seed=config.seed)
+        model, weights = alone.trained(made)
+        reference = model if dpo.reference is None else alone.read(load_model(Path(dpo.reference)))
         most = min(model.config.max_positions, reference.config.max_positions)
         found = read_pairs(config, run_dir, tokenizer, max_positions=most)
         progress.note(f"preferences: {found}")
@@ -53,7 +56,7 @@ def run_dpo(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     total = dpo.steps or dpo.epochs * math.ceil(len(found.train) / dpo.batch_size)
     measures: list[PreferenceMeasure] = []
     with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
-        for update in dpo_updates(model, train, config=dpo, seed=config.seed, **reading):
+        for update in dpo_updates(model, train, config=dpo, seed=config.seed, **reading, **weights):
             line = asdict(update)
             line |= line.pop("measure")
             now = update.measure
@@ -64,16 +67,14 @@ def run_dpo(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
         metrics.sync()
     after = measured()
     if before is not None and after is not None:
-        progress.note(
-            f"held-out loss {before.loss:.3f} -> {after.loss:.3f}, accuracy {before.accuracy:.3f} -> "
-            f"{after.accuracy:.3f}, margin {before.margin:.3f} -> {after.margin:.3f} ({len(found.held_out)} held out)"
-        )
+        progress.note(_change(before, after, len(found.held_out)))
     with times.span("export"):
         save_model(model, folder / "model", tokenizer)
     return write_record(
         run_dir,
         "dpo",
         times=times,
+        device=str(alone.device),
         loss=dpo.loss,
         num_preferences=len(found.train),
         num_held_out=len(found.held_out),
@@ -84,4 +85,11 @@ def run_dpo(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
         last_loss=recent_mean([one.loss for one in measures]),
         train_accuracy=recent_mean([one.accuracy for one in measures]),
         held_out=None if before is None or after is None else {"before": asdict(before), "after": asdict(after)},
+    )
+
+
+def _change(before: PreferenceMeasure, after: PreferenceMeasure, num_held_out: int) -> str:
+    return (
+        f"held-out loss {before.loss:.3f} -> {after.loss:.3f}, accuracy {before.accuracy:.3f} -> "
+        f"{after.accuracy:.3f}, margin {before.margin:.3f} -> {after.margin:.3f} ({num_held_out} held out)"
     )

@@ -25,18 +25,21 @@ from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.environments.rehearsal import Rehearsal
 from slipstream.evals.drift import measure_drift, sample_of
 from slipstream.evals.episodes import answering
+from slipstream.evals.sampling import to_sample
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.statistics import completion_lengths, mean_pass_at_k
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
-from slipstream.models.build import build_policy
+from slipstream.models.build import build_tokenizer
 from slipstream.models.hf import load_model
 from slipstream.models.peft import with_adapters
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.transformer import Transformer
 from slipstream.observe.evaluation import EVALUATION_FILE
 from slipstream.prompts import build_prompts
 from slipstream.prompts.template import Template
 from slipstream.stages.completions import build_judge, reference_completions
 from slipstream.stages.progress import StageProgress, StageTimes
+from slipstream.trainer.alone import Alone
 
 MOMENTS = ("before", "after")
 
@@ -47,24 +50,21 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     Both answer the same held-out prompts with the same noise. Drift is from `kl.reference`, or else the start. Whatever
     needs reference completions is left out where prompts have none.
     """
-    times, settings = StageTimes(), config.evaluation
+    times, settings, kl_reference = StageTimes(), config.evaluation, config.kl.reference
     has_rl, start = "rl" in config.stages, start_of(config, run_dir)
     adapter = config.model.lora.path if has_rl else None  # RL goes on with it beside model.path, whatever it names
     end = run_dir / "model" if has_rl else stage_dir(run_dir, "dpo") / "model"
     checkpoints = dict(zip(MOMENTS, (adapter or start, end), strict=True))
     with times.span("start_up"):
-        model, tokenizer = build_policy(config.model.model_copy(update={"path": str(start)}), seed=config.seed)
-        if adapter is not None:
-            model = with_adapters(model, config.model.lora, seed=config.seed)
+        tokenizer = build_tokenizer(config.model.model_copy(update={"path": str(start)}))
         with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
             prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: config.num_evaluated]
     temperature = config.generator.temperature if settings.temperature is None else settings.temperature
     written: dict[str, list[Completion]] = {}
     with times.span("decode"), answering(config, tokenizer, private=[str(run_dir)]) as answer:
         for moment, path in checkpoints.items():
-            policy = model if moment == "before" else load_model(path)
             written[moment] = answer(
-                policy,
+                to_sample(config, _first(config, start) if moment == "before" else load_model(path)),
                 prompts,
                 temperature=temperature,
                 num_samples=settings.num_samples,
@@ -73,7 +73,9 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
             )
     with times.span("score"):
         references = None if config.environment.is_set else _references(config.prompts.reference, prompts, tokenizer)
-        reference_policy = model if config.kl.reference is None else load_model(config.kl.reference)
+        reference_policy = Alone(config).read(
+            _first(config, start) if kl_reference is None else load_model(kl_reference)
+        )
         gold = _scores(config, config.gold_rewards, written, references, environment_weight=_gold_weight(config))
         proxy = _scores(config, _models_alone(config.rewards), written, references)
     found: dict[str, Any] = {
@@ -101,6 +103,12 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     found |= times.so_far()
     replace_file(run_dir / EVALUATION_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     return found
+
+
+def _first(config: RunConfig, start: Path) -> Transformer:
+    """Return the policy of `start`; for RL with the adapter that it went on with."""
+    model, lora = load_model(start), config.model.lora
+    return with_adapters(model, lora, seed=config.seed) if "rl" in config.stages and lora.path is not None else model
 
 
 def start_of(config: RunConfig, run_dir: Path) -> Path:

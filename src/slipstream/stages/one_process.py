@@ -12,6 +12,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import HeldFolder
 from slipstream.core.machine import num_cores
 from slipstream.core.recipes import with_stage_paths
+from slipstream.models.device import single_device
 from slipstream.models.hub import with_folders
 from slipstream.observe.display import duration
 from slipstream.stages.dpo import run_dpo
@@ -35,5 +36,14 @@ def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) ->
     torch.set_num_threads(num_cores())
     with HeldFolder(run_dir), watch(config, stage, display=display) as watcher:
         local = with_folders(with_stage_paths(config, run_dir, before=stage))
+        if config.computes_on_gpu:
+            watcher.note(_device_line(stage, config))
         record = STAGES_OF_ONE_PROCESS[stage](local, run_dir, watcher)
         watcher.note(f"{stage}: done in {duration(record['seconds'])}")
+
+
+def _device_line(stage: str, config: RunConfig) -> str:
+    device = config.samples_on if stage in ("preferences", "evaluate") else config.trainer.device
+    here = single_device(device)
+    missing = f", not on '{device}': this machine has no GPU" if device != "cpu" and here.type == "cpu" else ""
+    return f"{stage}: computes on {here}{missing}"

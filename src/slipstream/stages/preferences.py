@@ -18,6 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Prompt
+from slipstream.evals.sampling import to_sample
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, judge_win_rate
 from slipstream.models.build import build_policy
@@ -101,7 +102,8 @@ def sampled_candidates(config: RunConfig, progress: StageProgress, times: StageT
     settings = config.preferences
     with times.span("start_up"):
         policy = config.model.model_copy(update={"path": settings.path or config.model.path})
-        model, tokenizer = build_policy(policy, seed=config.seed)
+        made, tokenizer = build_policy(policy, seed=config.seed)
+        model = to_sample(config, made)
         prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.num_prompts]
     total = len(prompts) * settings.samples_per_prompt
     with times.span("decode"):

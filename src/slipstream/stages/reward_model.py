@@ -17,10 +17,12 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.recipes import stage_dir
+from slipstream.evals.sampling import to_sample
 from slipstream.models.build import build_policy
-from slipstream.models.scalar import load_scalar_model, new_scalar_model, save_scalar_model
+from slipstream.models.scalar import ScalarModel, load_scalar_model, new_scalar_model, save_scalar_model
 from slipstream.models.scoring import Sample, score
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.transformer import Transformer
 from slipstream.prompts import build_prompts
 from slipstream.stages.completions import (
     NORMALISATION_STREAM,
@@ -40,8 +42,9 @@ from slipstream.stages.preference_data import (
 )
 from slipstream.stages.preferences import FILE
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, recent_mean, write_record
+from slipstream.trainer.alone import Alone
 from slipstream.trainer.metric_names import reward_model_names
-from slipstream.trainer.reward_model import preference_accuracy, reward_model_updates
+from slipstream.trainer.reward_model import RewardModelUpdate, preference_accuracy, reward_model_updates
 
 
 def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[str, Any]:
@@ -54,11 +57,12 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
         found = read_preferences(config, run_dir, tokenizer)
         progress.note(f"preferences: {found}")
         train, held_out = found.train, found.held_out
-        path = settings.path or config.model.path
-        start = partial(new_scalar_model, policy) if path is None else partial(load_scalar_model, path)
-        model = start(head_init=settings.head_init, seed=config.seed)
+        made = _start(config, policy)
     with times.span("decode"):
-        samples = _samples(config, policy, tokenizer, model.config.max_positions, progress)
+        samples = _samples(config, policy, tokenizer, made.config.max_positions, progress)
+        del policy
+    alone = Alone(config)
+    model, weights = alone.trained(made)
     total = settings.steps or settings.epochs * math.ceil(len(train) / settings.batch_size)
     accuracies = []
     with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
@@ -70,12 +74,9 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
             seed=config.seed,
             batching=collate,
             samples=samples,
+            **weights,
         ):
-            chosen, rejected = update.chosen_mean, update.rejected_mean
-            names = reward_model_names(
-                loss=update.loss, accuracy=update.accuracy, chosen=chosen, rejected=rejected, lr=update.lr
-            )
-            metrics.write(asdict(update) | names)
+            metrics.write(_line(update))
             accuracies.append(update.accuracy)
             progress.phase("reward model", update.index + 1, total, {"loss": update.loss, "accuracy": update.accuracy})
         metrics.sync()
@@ -93,6 +94,7 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
         run_dir,
         "reward_model",
         times=times,
+        device=str(alone.device),
         num_preferences=len(train),
         num_held_out=len(held_out),
         num_equal=found.num_equal,
@@ -103,6 +105,20 @@ def run_reward_model(config: RunConfig, run_dir: Path, progress: StageProgress) 
         **{"test/accuracy": accuracy, "eval/rm/held_out/accuracy": accuracy},  # as the reproductions name it
         sample_score_mean=float(scores.mean()) if len(scores) else None,
         sample_score_std=float(scores.std()) if len(scores) else None,
+    )
+
+
+def _start(config: RunConfig, policy: Transformer) -> ScalarModel:
+    """Return the reward model before its training, from a checkpoint or beside a fresh `policy`."""
+    settings, path = config.reward_model, config.reward_model.path or config.model.path
+    start = partial(new_scalar_model, policy) if path is None else partial(load_scalar_model, path)
+    return start(head_init=settings.head_init, seed=config.seed)
+
+
+def _line(update: RewardModelUpdate) -> dict[str, Any]:
+    chosen, rejected = update.chosen_mean, update.rejected_mean
+    return asdict(update) | reward_model_names(
+        loss=update.loss, accuracy=update.accuracy, chosen=chosen, rejected=rejected, lr=update.lr
     )
 
 
@@ -167,7 +183,7 @@ def _samples(
     if settings.normalise == "reference_bias":
         completions = reference_completions(config.prompts.reference, prompts, tokenizer)
     else:
-        completions = sampled(config, policy, tokenizer, prompts, stream=NORMALISATION_STREAM)
+        completions = sampled(config, to_sample(config, policy), tokenizer, prompts, stream=NORMALISATION_STREAM)
     every = [(one.prompt.tokens, scored_tokens(one.tokens, config.rewards)) for one in completions]
     found = [sample for sample in every if sum(map(len, sample)) <= max_positions]
     if len(found) < len(every):

@@ -18,7 +18,6 @@ from slipstream.core.jsonl import JsonlWriter
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
-from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.prompts import build_prompts, demonstrations
@@ -26,6 +25,7 @@ from slipstream.prompts.dataset import read_records, row_of
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.completions import split_by_prompt
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
+from slipstream.trainer.alone import Alone
 from slipstream.trainer.metric_names import sft_names
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.reward_model import shuffled_batches
@@ -38,7 +38,9 @@ def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     sft = config.sft
     with times.span("start_up"):
         folder = fresh_folder(run_dir, "sft")
-        model, tokenizer = build_policy(config.sft_model, seed=config.seed)
+        alone = Alone(config)
+        made, tokenizer = build_policy(config.sft_model, seed=config.seed)
+        model, weights = alone.trained(made)
         found, num_too_long = stage_demonstrations(config, tokenizer)
     train, held_out, num_too_long = _split(found, num_too_long, config, model.config.max_positions, progress)
     steps = sft.steps or sft.epochs * math.ceil(len(train) / sft.batch_size)
@@ -57,7 +59,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
     with times.span("train"), closing(JsonlWriter(folder / "metrics.jsonl")) as metrics:
         for update in supervised_updates(
             model,
-            AdamW(FlatParameters(model), settings.optimizer, total_updates=steps),
+            AdamW(config=settings.optimizer, total_updates=steps, **weights),
             train,
             config=settings,
             microbatch_tokens=capacity,
@@ -81,6 +83,7 @@ def run_sft(config: RunConfig, run_dir: Path, progress: StageProgress) -> dict[s
         run_dir,
         "sft",
         times=times,
+        device=str(alone.device),
         num_demonstrations=len(train),
         num_held_out=len(held_out),
         num_too_long=num_too_long,

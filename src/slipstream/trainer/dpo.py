@@ -19,6 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.packed import Batching, TrainSequence
 from slipstream.core.stage_sections import DpoConfig
 from slipstream.models.flat import FlatParameters
+from slipstream.models.sharded import Parameters
 from slipstream.models.transformer import Transformer
 from slipstream.trainer.measure import LogprobReader, measure, microbatch_logprobs, with_columns
 from slipstream.trainer.optim import AdamW, require_finite_loss
@@ -185,17 +186,21 @@ def dpo_updates(
     microbatch_tokens: int,
     seed: int,
     batching: Batching,
+    parameters: Parameters | None = None,
+    offloads: bool = False,
 ) -> Iterator[DpoUpdate]:
     """Minimise the loss of `config` on `data`; yields after each update.
 
     Batches come from seeded shuffles, each preference used once per pass; a pass ends with a smaller batch if need be.
     Logprobs are summed over a completion's tokens (SimPO: averaged), at temperature 1, and losses divided by the
     batch's number of pairs or completions. KTO's estimate of the KL is measured before the update, on the whole batch.
+    `parameters` and `offloads` are as for `AdamW`; None: `model` is whole on one CPU.
     NonFiniteError before an update that is not finite. Identity: microbatches change nothing, up to rounding.
     """
     loss = preference_loss(config)
     num_updates = config.steps or config.epochs * math.ceil(len(data.preferences) / config.batch_size)
-    optimizer = AdamW(FlatParameters(model), config.optimizer, total_updates=num_updates)
+    stored = FlatParameters(model) if parameters is None else parameters
+    optimizer = AdamW(stored, config.optimizer, total_updates=num_updates, offloads=offloads)
     reading: dict[str, Any] = {"microbatch_tokens": microbatch_tokens, "batching": batching}
     batches = shuffled_batches(len(data.preferences), config.batch_size, seed)
     for index, chosen in zip(range(num_updates), batches, strict=False):

@@ -17,6 +17,7 @@ from slipstream.core.stage_sections import RewardModelConfig
 from slipstream.models.flat import FlatParameters
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.scoring import Sample, microbatch_scores, score, scored_sequence
+from slipstream.models.sharded import Parameters
 from slipstream.trainer.optim import AdamW, require_finite_loss
 
 LOSSES: dict[int, tuple[str, dict[str, int]]] = {
@@ -75,6 +76,8 @@ def reward_model_updates(
     seed: int,
     batching: Batching,
     samples: Sequence[Sample] = (),
+    parameters: Parameters | None = None,
+    offloads: bool = False,
 ) -> Iterator[RewardModelUpdate]:
     """Maximise the likelihood of the choices given the scores of the last tokens; yields after each update.
 
@@ -88,14 +91,15 @@ def reward_model_updates(
     `samples` are what `config.normalise` measures: completions of the untrained policy for "before_and_after",
     reference completions for "reference_bias". Before training, scores get the mean and (population's) deviation of
     the ratings, where there are any; else, and after training, 0 and 1. That follows the last update: exhaust the
-    iterator.
+    iterator. `parameters` and `offloads` are as for `AdamW`; None: `model` is whole on one CPU.
 
     ConfigError without preferences or samples, with preferences of another number of candidates, or with ratings that
     are all equal; NonFiniteError before an update that is not finite.
     """
     _check(preferences, config, samples)
     num_updates = config.steps or config.epochs * math.ceil(len(preferences) / config.batch_size)
-    optimizer = AdamW(FlatParameters(model), config.optimizer, total_updates=num_updates)
+    stored = FlatParameters(model) if parameters is None else parameters
+    optimizer = AdamW(stored, config.optimizer, total_updates=num_updates, offloads=offloads)
     reading: dict[str, Any] = {"microbatch_tokens": microbatch_tokens, "batching": batching}
     unbiased = config.normalise_unbiased
     if config.normalise == "before_and_after":
