@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_794
+MAX_LINES = 92_844
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -181,8 +181,8 @@ MAX_LINES_OF_FOLDER = {
     "batching": 450,
     "controller": 6_340,
     "core": 12_071,
-    "environments": 8_055,
-    "evals": 2_801,
+    "environments": 8_103,
+    "evals": 2_803,
     "generator": 10_051,
     "jail": 1_055,
     "jobs": 982,
@@ -282,6 +282,7 @@ PATTERNS_ON_BOUNDED_TEXT = {
     "models/hub.py",  # linear ones, for names of the configuration, and commits that the hub tells
     "core/plain.py",  # linear ones, for paths and flags of the user
     "flags.py",  # for what is said of flags of the user
+    "environments/forms.py",  # a linear one, for tags of thoughts
     "evals/judge.py",  # linear ones, see docs/rewards.md
     "observe/report/comparison.py",  # a linear one, for names of folders
     "observe/outlet.py",  # a linear one, for what a run itself has shown

@@ -278,8 +278,11 @@ def _bytes() -> Tokenizer:
     return made
 
 
-def _pieces() -> Tokenizer:
-    """As sentencepiece's are converted: spaces are characters of their own kind, bytes stand in for unknown ones."""
+def _pieces(*, strips: bool) -> Tokenizer:
+    """As sentencepiece's are converted: spaces are characters of their own kind, bytes stand in for unknown ones.
+
+    Most decoders strip the first space of a text.
+    """
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     characters = sorted({*map(chr, range(33, 127)), "\u2581"})
     merged = ["\u2581t", "he", "\u2581the", "an", "er", "\u2581a", "in"]
@@ -288,7 +291,8 @@ def _pieces() -> Tokenizer:
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     made.normalizer = normalizers.Replace(" ", "\u2581")
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first", split=False)
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    last = [decoders.Strip(content=" ", left=1, right=0)] if strips else []
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
     return made
 
 
@@ -297,7 +301,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     if family.kind == "characters":
         made = char_tokenizer()
     else:
-        backend = _pieces() if family.kind == "pieces" else _bytes()
+        backend = _pieces(strips="stripped" in family.kind) if "pieces" in family.kind else _bytes()
         backend.add_special_tokens(
             [AddedToken(one, special=True, normalized=False, rstrip=family.rstrip) for one in family.special]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -272,6 +273,92 @@ def test_thoughts_that_the_header_opens_are_refused(child: foreign_text._Child) 
     family = Family(DEEPSEEK, ("<s>", "</s>", "<|User|>", "<|Assistant|>"), "</s>", bos="<s>")
     with pytest.raises(ConfigError, match="does not extend its own text"):
         prove(made(family, child))
+
+
+THOUGHTFUL = [
+    "<think>\nFirst 2, then 2.\n</think>\n\nIt is 4.",
+    "<think>\n\n</think>\n\n4",
+    "opened by the header\n</think>\n\n  4\n",
+    "<think>no end",
+    "4, and no thought",
+    "a <think> b </think> c <think>\nd\n</think>\ne",
+    "</think>",
+    "\n\n<think>\n\n x \n\n</think>\n\n\n y \n\n",
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "smollm2"])
+def test_thoughts_of_earlier_turns_are_what_the_template_makes_of_them(child: foreign_text._Child, name: str) -> None:
+    """Left out or kept, with their tags as tokens; each of them twice, as a form is kept."""
+    deepseek = Family(DEEPSEEK, ("<s>", "</s>", "<|User|>", "<|Assistant|>", "<think>", "</think>"), "</s>", bos="<s>")
+    family = {"qwen3": QWEN3_FAMILY, "deepseek": deepseek, "smollm2": FAMILIES["smollm2"]}[name]
+    chat, num_kept = made(family, child), 0
+    for said, other in itertools.product(THOUGHTFUL, ("", " more")):
+        asked = {"role": "user", "content": "<think>mine</think>" if name == "smollm2" else "2 + 2?" + other}
+        conversations = [[asked, {"role": "assistant", "content": said + other}, {"role": "user", "content": "So?"}]]
+        conversations.append(
+            [*conversations[0], {"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
+        )
+        if family.tools:  # whose answers leave the thoughts in place
+            call = {"type": "function", "id": "a", "function": {"name": "search", "arguments": {"query": "x"}}}
+            for calls in ({}, {"tool_calls": [call]}):
+                conversations.append([asked, {"role": "assistant", "content": said, **calls}])
+                conversations[-1].append({"role": "tool", "content": "12", "tool_call_id": "a"})
+        for messages in conversations:
+            found = chat.context(Prompt(prompt_id="", text="", tokens=row([]), task=""), messages)
+            assert found.tokens.tolist() == oracle(family, messages), messages
+            assert found.text == oracle(family, messages, tokenize=False)
+            num_kept += "First 2" in found.text
+    assert (num_kept == 0) == (name == "deepseek")
+
+
+def test_many_tags_of_thoughts_stay_text(child: foreign_text._Child) -> None:
+    chat = made(QWEN3_FAMILY, child)
+    said = "</think>" * 1000 + "4"
+    messages = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "?"},
+    ]
+    found = chat.context(Prompt(prompt_id="", text="", tokens=row([]), task=""), messages)
+    assert not set(found.tokens.tolist()) & {*tokenizer_of(QWEN3_FAMILY).convert_tokens_to_ids(["<think>", "</think>"])}
+    assert said in found.text
+
+
+STRIPPING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.strip('\n') + '\n<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("around", ["lstrip", "rstrip", "strip"])
+def test_ends_of_lines_that_a_template_strips_and_writes_itself(child: foreign_text._Child, around: str) -> None:
+    """Beside a place its own are not taken for those of the content."""
+    family = dataclasses.replace(FAMILIES["smollm2"], template=STRIPPING.replace("strip", around))
+    chat = made(family, child)
+    for said in ("x", "\nx", "x\n\n", " \n\n x \n \n", "\n\n\n\n\n\nx\n\n\n\n\n\n"):
+        messages = [
+            {"role": "user", "content": said},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "?"},
+        ]
+        found = chat.context(Prompt(prompt_id="", text="", tokens=row([]), task=""), messages)
+        assert found.text == oracle(family, messages, tokenize=False)
+
+
+def test_texts_behind_a_text_keep_their_first_space() -> None:
+    """Decoders of sentencepiece's tokenizers strip it; pieces joined are the text, and a character is in the first."""
+    tokenizer = tokenizer_of(dataclasses.replace(FAMILIES["mistral in pieces"], kind="stripped pieces"))
+    chat = PlainChat(tokenizer)
+    words = [tokenizer.encode(f"a {word}", add_special_tokens=False) for word in ("the inner", "\u6f22 the")]
+    anchor = tokenizer.encode("a", add_special_tokens=False)
+    for ids, said in zip(words, (" the inner", " \u6f22 the"), strict=True):
+        turn = row(ids[len(anchor) :])
+        assert tokenizer.decode(turn) == said[1:], "the decoder strips"
+        assert chat.plain_message(turn)["content"] == said
+        assert "".join(chat.pieces(turn)) == said
+        assert chat.message(turn)["content"] == said[1:]
+    assert "\u6f22" in chat.pieces(turn)
 
 
 def test_tools_that_move_behind_the_newest_question_are_refused(chats: dict[str, TemplateChat]) -> None:

@@ -36,10 +36,12 @@ from slipstream.environments.forms import (
     marked,
     pattern_of,
     places,
+    taken_apart,
     unused_salt,
 )
 from slipstream.environments.protocol import ChatMessage, with_opening
 from slipstream.environments.tool_calls import TAGS
+from slipstream.models.tokenizer import TokenTexts
 
 if TYPE_CHECKING:
     from slipstream.models.foreign_text import ChatRenderer
@@ -56,6 +58,7 @@ class Chat(ABC):
 
     def __init__(self, tokenizer: Tokenizer, speller: Speller, *, stop_ids: Sequence[int], parse: Parse | None) -> None:
         self._tokenizer, self.speller, self.stop_ids, self._parse = tokenizer, speller, tuple(stop_ids), parse
+        self._texts = TokenTexts(tokenizer)
 
     @abstractmethod
     def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
@@ -94,16 +97,19 @@ class Chat(ABC):
         return {"role": "assistant", "content": text} if self._parse is None else self._parse(text)
 
     def plain_message(self, turn: np.ndarray) -> ChatMessage:
-        """Return the sampled ids `turn` as the assistant's message with all of its text, calls of tools among it."""
-        return {"role": "assistant", "content": self.text_of(turn[:-1] if self._ends(turn) else turn)}
+        """Return the sampled ids `turn` as the assistant's message with all of its text, calls of tools among it.
+
+        It goes on behind a text: of a space at its beginning nothing is stripped.
+        """
+        return {"role": "assistant", "content": "".join(self.pieces(turn[:-1] if self._ends(turn) else turn))}
 
     def text_of(self, ids: np.ndarray) -> str:
         """Return the text of `ids`, control tokens spelled out."""
         return str(self._tokenizer.decode(ids.tolist(), False, clean_up_tokenization_spaces=False))
 
     def pieces(self, ids: np.ndarray) -> list[str]:
-        """Return the text of each of `ids` alone, control tokens spelled out."""
-        return [str(self._tokenizer.decode([one], False, clean_up_tokenization_spaces=False)) for one in ids.tolist()]
+        """Return the text that each of `ids` adds, control tokens spelled out (`TokenTexts`)."""
+        return self._texts(ids.tolist())
 
     def ids_of(self, text: str) -> np.ndarray:
         """Return int32 ids of a text of others: no control token, whatever it spells out."""
@@ -215,8 +221,9 @@ class TemplateChat(Chat):
             what = "a chat needs a tokenizer with a chat template"
             hint = "use an instruction-tuned checkpoint, or PlainChat"
             raise ConfigError(what, got=str(tokenizer.name_or_path) or "a tokenizer without one", hint=hint)
-        speller = Speller(tokenizer, templates if isinstance(templates, str) else "\n".join(templates.values()))
-        super().__init__(tokenizer, speller, stop_ids=stop_ids, parse=parse)
+        written = templates if isinstance(templates, str) else "\n".join(templates.values())
+        super().__init__(tokenizer, Speller(tokenizer, written), stop_ids=stop_ids, parse=parse)
+        self._knows_thoughts = "</think>" in written
         self.tools = tools
         self.calls_first = False
         """Whether the template takes a tool's message only behind an assistant's message with `tool_calls`."""
@@ -272,21 +279,26 @@ class TemplateChat(Chat):
             "a call of an assistant's message",
             "what the policy has said is known by its ids, and is sent back as it was",
         )
-        pattern, salt = pattern_of(said), unused_salt(spelled + told)
-        with_calls = {
-            index for index, called in enumerate(calls) if called
-        }  # some templates leave out texts beside them
+        texts, parts = taken_apart(said) if self._knows_thoughts else (said, {})
+        pattern, salt = pattern_of(texts), unused_salt(spelled + told)
+        left_out = {index for index, called in enumerate(calls) if called}  # some templates leave out texts beside them
+        left_out |= set(range(len(said), len(texts)))
 
         def make() -> list[Piece]:
+            says = marked(pattern, salt)
+            for index, pieces in parts.items():
+                says[index]["content"] = "".join(
+                    one if isinstance(one, str) else says[one]["content"] for one in pieces
+                )
             chat = [
                 one if not called else {**one, "tool_calls": called}
-                for one, called in zip(marked(pattern, salt), calls, strict=True)
+                for one, called in zip(says[: len(said)], calls, strict=True)
             ]
-            return places(self.render([chat])[0], pattern, salt, may_be_left_out=with_calls)
+            return places(self.render([chat])[0], pattern, salt, may_be_left_out=left_out)
 
-        form = self._kept((pattern, spelled), make)
-        tokens = np.asarray(self.speller.ids(form, said), dtype=np.int32)
-        return msgspec.structs.replace(row, text=form.text(said), tokens=tokens, messages=list(messages))
+        form = self._kept((pattern, spelled, str(parts)), make)
+        tokens = np.asarray(self.speller.ids(form, texts), dtype=np.int32)
+        return msgspec.structs.replace(row, text=form.text(texts), tokens=tokens, messages=list(messages))
 
     def _refuse_controls(self, text: str, what: str, hint: str) -> None:
         """Raise ConfigError where `text`, which the template writes as its own, spells out a control token."""

@@ -98,9 +98,12 @@ def mark(salt: int, index: int, field: str) -> str:
 
 
 def _said(salt: int, index: int, field: str) -> str:
-    """Return the mark as a field says it: contents with what a template may strip or escape around it."""
-    here = mark(salt, index, field)
-    return f'\n \n"\u00e9 {here} \u00e9"\n \n' if field == "content" else here
+    """Return the mark as a field says it: contents with what a template may strip or escape around it.
+
+    Around that are more ends of lines than a template writes beside a content, which are told from its own so.
+    """
+    here, around = mark(salt, index, field), "\n" * 4
+    return f'{around} \n"\u00e9 {here} \u00e9"\n {around}' if field == "content" else here
 
 
 Shape = Callable[[str], str]
@@ -110,7 +113,15 @@ def _then(strip: Shape, escape: Shape) -> Shape:
     return lambda text: escape(strip(text))
 
 
-_STRIPS: tuple[Shape, ...] = (str, str.rstrip, str.lstrip, lambda text: text.strip("\n"), str.strip)
+_STRIPS: tuple[Shape, ...] = (
+    str,
+    lambda text: text.rstrip("\n"),
+    lambda text: text.lstrip("\n"),
+    lambda text: text.strip("\n"),
+    str.rstrip,
+    str.lstrip,
+    str.strip,
+)
 _ESCAPES: tuple[Shape, ...] = (
     str,
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
@@ -118,6 +129,34 @@ _ESCAPES: tuple[Shape, ...] = (
 )
 SHAPES = tuple(_then(strip, escape) for escape, strip in itertools.product(_ESCAPES, _STRIPS))
 """What templates do to a content: strip it or not, write it as JSON or not. What strips less comes first."""
+
+
+_TAGS = re.compile("(</?think>)")
+_MOST_TAGS = 16
+"""Of the thoughts in one message; a template sees no more of them, and the message stays as it is."""
+
+
+def taken_apart(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict[int, list[str | int]]]:
+    """Return `messages`, behind them the texts around the tags of an assistant's thoughts, and what these are part of.
+
+    That is by the number of the message, whose own content is empty now, the tags, blanks, and numbers of texts of
+    which it is made: a template may leave thoughts out, and has to see their tags for that.
+    """
+    found, parts = list(messages), dict[int, list[str | int]]()
+    for index, message in enumerate(messages):
+        pieces = _TAGS.split(message["content"]) if message["role"] == "assistant" else []
+        num_texts = len(found) - len(messages) + len(pieces) // 2 + 1
+        if 1 < len(pieces) <= 2 * _MOST_TAGS + 1 and num_texts <= MAX_CHAT_MESSAGES:
+            parts[index] = [
+                piece if place % 2 or not piece.strip() else _put(found, piece) for place, piece in enumerate(pieces)
+            ]
+            found[index] = {**message, "content": ""}
+    return found, parts
+
+
+def _put(found: list[ChatMessage], text: str) -> int:
+    found.append({"role": "assistant", "content": text})
+    return len(found) - 1
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,9 @@ class ChatText:
 
     def _text(self, asked: ReadAsk, tokens: np.ndarray) -> str:
         """Return the text in which stop texts are looked for: what the client reads, calls of tools among it."""
-        if not asked.is_chat or asked.ask.tools:
+        if not asked.is_chat:
+            return "".join(asked.chat.pieces(tokens))
+        if asked.ask.tools:
             return asked.chat.text_of(tokens)
         return str(self._tokenizer.decode(tokens.tolist(), True, clean_up_tokenization_spaces=False))
 
