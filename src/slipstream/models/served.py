@@ -267,7 +267,8 @@ class ServedWeights:
     computes with.
 
     `in_place`: copy into stable storage; None: where the model is on CUDA. `on_device`: `flat` lies there, and is this
-    storage for all that is computed with as it is stored; a tensor that `rebind` is given changes its contents.
+    storage for all that is computed with as it is stored; a tensor that `rebind` is given changes its contents. Without
+    `stages` nothing is ever prepared: what is loaded comes from the host tensor by tensor, and lies on a GPU once.
 
     Of a divided model these are one rank's weights. Its own are packed with the scales of whole rows, for which all
     ranks of `group` do it together; nothing else here needs the others.
@@ -283,6 +284,7 @@ class ServedWeights:
         on_device: bool = False,
         group: RankGroup | None = None,
         base: FrozenBase | None = None,
+        stages: bool = True,
     ) -> None:
         self._device = next(model.parameters()).device
         check_mixture(model.config, precision, self._device)
@@ -290,7 +292,7 @@ class ServedWeights:
         digest = base.digest if base is not None else base_digest(model) if shapes else ""
         self._precision, self._layout = precision, WeightLayout(model, precision, base=digest)
         frozen = WeightLayout(model, precision, is_base=True) if shapes and base is None else None
-        self._on_device = on_device
+        self._on_device, self._stages = on_device, stages
         self._is_in_place = on_device or (self._device.type == "cuda" if in_place is None else in_place)
         is_wide = self._device.type == "cpu" or precision == "float32"
         self._activations = torch.float32 if is_wide else torch.bfloat16
@@ -404,6 +406,7 @@ class ServedWeights:
             in_place=self._is_in_place,
             on_device=self._on_device,
             base=self.base,
+            stages=False,
         )
 
     @torch.no_grad()
@@ -564,7 +567,8 @@ class ServedWeights:
         self._stable = self._version(self._storage, packs=False)
         self._serving.point_at(self._stable)
         if home is None and self._device.type == "cuda":
-            self._arrival = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+            if self._stages:
+                self._arrival = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
             self._arrived: Tensor | None = None  # whose bytes lie in `_arrival`
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -573,7 +577,7 @@ class ServedWeights:
     def _copy_in(self, flat: Tensor) -> None:
         source = flat
         self._layout.views(flat)  # raises before anything changes
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._stages:
             if self._arrived is not flat:
                 self._bring(flat)
             source = self._arrival
