@@ -1,4 +1,4 @@
-"""Write the tables of docs/from_trl.md anew: every field of `trl grpo`, and what it is here.
+"""Write the tables of docs/from_trl.md anew: every field of `trl grpo`, those of others, and what they are here.
 
     python scripts/trl_reference.py
 
@@ -19,6 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "from_trl.md"
 RECORDED = ROOT / "tests" / "data" / "trl_grpo_fields.json"
 HEADING = "## Field by field"
+OTHERS = "## Fields of other trainers"
+NAMED = {
+    "verl": "`ppo_trainer.yaml` and its asynchronous trainer",
+    "prime-rl": "the configuration of `rl`",
+    "OpenRLHF": "arguments of `train_ppo_ray`",
+    "AReaL": "`GRPOConfig` and `PPOConfig`",
+    "open-instruct": "arguments of `grpo_fast`",
+}
 TITLES = {
     "GRPOConfig": "GRPOConfig, with TrainingArguments in it",
     "ModelConfig": "ModelConfig",
@@ -27,11 +35,11 @@ TITLES = {
 }
 
 
-def here(name: str) -> str:
-    """Return what stands for TRL's field `name`: a field, or the reason why there is none."""
-    if name in SAME["TRL"]:
-        return f"`{SAME['TRL'][name]}`"
-    field, _, more = FIELDS["TRL"][name].partition(", ")
+def here(name: str, whose: str = "TRL") -> str:
+    """Return what stands for the field `name` of another trainer: a field, or the reason why there is none."""
+    if name in SAME.get(whose, {}):
+        return f"`{SAME[whose][name]}`"
+    field, _, more = FIELDS[whose][name].partition(", ")
     more = more.replace("|", "\\|")
     if field in ("-", "!"):
         return f"{'absent' if field == '!' else 'not needed'}: {more}"
@@ -57,6 +65,10 @@ def tables() -> str:
     for name, title in TITLES.items():
         rows = [f"| `{field}` | {shown(value)} | {here(field)} |" for field, value in recorded["classes"][name].items()]
         parts += ["", f"### {title}", "", "| TRL | default | here |", "|---|---|---|", *rows]
+    parts += ["", OTHERS, "", "What most configurations of theirs name, from the same file; no list is complete."]
+    for whose, of_what in NAMED.items():
+        rows = [f"| `{name}` | {here(name, whose)} |" for name in FIELDS[whose]]
+        parts += ["", f"### {whose}: {of_what}", "", f"| {whose} | here |", "|---|---|", *rows]
     return "\n".join(parts) + "\n"
 
 

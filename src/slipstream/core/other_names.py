@@ -48,12 +48,11 @@ def counterparts(path: str) -> list[tuple[str, str, str]]:
     for start in range(len(words)):
         end = ".".join(words[start:])
         is_own = "_" in end or "." in end  # a lone `name`, `n` or `path` could be anybody's
-        found = {
-            entry: (whose, name, entry)
-            for whose, names in FIELDS.items()
-            for name, entry in names.items()
-            if name == end or (is_own and whose != "the recipe" and name.endswith(f".{end}"))
-        }
+        found: dict[str, tuple[str, str, str]] = {}
+        for whose, names in FIELDS.items():
+            for name, entry in names.items():
+                if name == end or (is_own and whose != "the recipe" and name.endswith(f".{end}")):
+                    found.setdefault(entry, (whose, name, entry))
         if found:
             return list(found.values())
     return []
