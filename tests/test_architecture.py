@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_851
+MAX_LINES = 92_920
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -182,17 +182,17 @@ MAX_LINES_OF_FOLDER = {
     "controller": 6_340,
     "core": 12_071,
     "environments": 8_103,
-    "evals": 2_803,
+    "evals": 2_814,
     "generator": 10_051,
     "jail": 1_055,
     "jobs": 982,
-    "models": 10_020,
+    "models": 10_029,
     "observe": 10_092,
     "plan": 7_630,
     "prompts": 1_515,
     "rewards": 3_990,
-    "stages": 2_906,
-    "trainer": 6_607,
+    "stages": 2_949,
+    "trainer": 6_613,
     "weight_sync": 3_725,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -331,10 +331,16 @@ STRIPPING = (
 )
 
 
-@pytest.mark.parametrize("around", ["lstrip", "rstrip", "strip"])
+STRIPS = ["", ".lstrip('\n')", ".rstrip('\n')", ".strip('\n')", ".lstrip()", ".rstrip()", ".strip()"]
+STRIPS += [".lstrip('\n').rstrip()", ".lstrip().rstrip('\n')"]
+
+
+@pytest.mark.parametrize("around", STRIPS)
 def test_ends_of_lines_that_a_template_strips_and_writes_itself(child: foreign_text._Child, around: str) -> None:
     """Beside a place its own are not taken for those of the content."""
-    family = dataclasses.replace(FAMILIES["smollm2"], template=STRIPPING.replace("strip", around))
+    template = STRIPPING.replace(".strip('\n')", around)
+    assert around in template
+    family = dataclasses.replace(FAMILIES["smollm2"], template=template)
     chat = made(family, child)
     for said in ("x", "\nx", "x\n\n", " \n\n x \n \n", "\n\n\n\n\n\nx\n\n\n\n\n\n"):
         messages = [

@@ -95,7 +95,7 @@ def test_where_there_is_no_gpu_a_stage_says_so(
         (tmp_path / name).mkdir()
         run_stage("sft", config, tmp_path / name, display=True)
     said = " ".join(capfd.readouterr().out.split())
-    assert said.count("sft: computes on cpu, not on 'cuda': this machine has no GPU") == 1
+    assert said.count("sft: computes on cpu (not on 'cuda': this machine has no GPU)") == 1
     assert json.loads((tmp_path / "elsewhere" / "sft" / "stage.json").read_text())["device"] == "cpu"
     here, elsewhere = (load_file(tmp_path / n / "sft" / "model" / "model.safetensors") for n in ("here", "elsewhere"))
     assert all(torch.equal(here[name], elsewhere[name]) for name in here)

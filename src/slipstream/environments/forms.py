@@ -2,7 +2,8 @@
 
 A form is rendered once for each sequence of roles, with marks in place of what the messages say, and is then filled
 without the template. Its ids keep one rule: control tokens (end of turn, header, tool call ...) come from the template
-only. A message that spells one out becomes ordinary pieces of text.
+only. A message that spells one out becomes ordinary pieces of text; of an assistant's earlier thoughts the template
+sees the tags (`taken_apart`), and writes them where it does.
 """
 
 from __future__ import annotations
@@ -113,14 +114,13 @@ def _then(strip: Shape, escape: Shape) -> Shape:
     return lambda text: escape(strip(text))
 
 
-_STRIPS: tuple[Shape, ...] = (
-    str,
-    lambda text: text.rstrip("\n"),
-    lambda text: text.lstrip("\n"),
-    lambda text: text.strip("\n"),
-    str.rstrip,
-    str.lstrip,
-    str.strip,
+def _stripped(left: str | None, right: str | None) -> Shape:
+    return lambda text: text.lstrip(left).rstrip(right)
+
+
+_NOTHING, _ENDS, _BLANKS = "", "\n", None
+_STRIPS = tuple(
+    _stripped(left, right) for right, left in itertools.product((_NOTHING, _ENDS, _BLANKS), (_NOTHING, _ENDS, _BLANKS))
 )
 _ESCAPES: tuple[Shape, ...] = (
     str,

@@ -25,7 +25,7 @@ from slipstream.environments.checks import Given
 from slipstream.environments.episodes import EpisodeTable, Sources
 from slipstream.environments.known_episode import EpisodeLimits
 from slipstream.environments.pool import EpisodePool
-from slipstream.evals.sampling import kv_bytes_here, sample_completions
+from slipstream.evals.sampling import give_back, kv_bytes_here, sample_completions
 from slipstream.generator.completions import EVAL_STREAM, completion_of_episode, request_of
 from slipstream.generator.engine import Engine
 from slipstream.generator.episodes import EndedEpisode, Episodes
@@ -126,6 +126,8 @@ def play_episodes(
         completions.append(completion_of_episode(ended, tokenizer=tokenizer, replica=0, finished_s=now_s))
         if on_progress is not None:
             on_progress(len(completions))
+    del engine, play
+    give_back(model)
     return sorted(completions, key=lambda completion: (completion.ordinal, completion.sample))
 
 

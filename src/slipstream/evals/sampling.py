@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from slipstream.generator.device import USABLE_MEMORY
 from slipstream.generator.native import move_but_linear, native_engine
 from slipstream.models.build import stop_token_ids
 from slipstream.models.config import TransformerConfig
-from slipstream.models.device import single_device
+from slipstream.models.device import single_device, take_gpu
 from slipstream.models.served import ServedWeights, check_mixture, check_precision
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.transformer import Transformer
@@ -41,8 +42,8 @@ def to_sample(config: RunConfig, model: Transformer) -> Transformer:
     """
     device = single_device(config.samples_on)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where this thread compiles, launches and captures
-        _check_room(model, config.generator.precision, free_bytes(device, None))
+        take_gpu(device, config.generator.gpu_share)
+        _check_room(model, config.generator.precision, free_bytes(device, config.generator.gpu_share))
         served_on(device, model, config.generator.precision)
     return model
 
@@ -64,13 +65,19 @@ def served_on(device: torch.device, model: Transformer, precision: Precision) ->
     ServedWeights(model, precision, on_device=True)
 
 
+def give_back(model: Transformer) -> None:
+    """Let go of the pages of an engine over `model` that nobody names any more: it is a cycle, and a GPU has little."""
+    if model.cos.device.type == "cuda":
+        gc.collect()
+
+
 def kv_bytes_here(config: RunConfig, model: Transformer) -> int | None:
     """Return the bound on an engine's keys and values for a `model` of `to_sample`; None: no bound, on a CPU."""
     if model.cos.device.type == "cpu":
         return None
     if config.generator.kv_cache_gb is not None:
         return int(config.generator.kv_cache_gb * 2**30)
-    return int(USABLE_MEMORY * free_bytes(model.cos.device, None))
+    return int(USABLE_MEMORY * free_bytes(model.cos.device, config.generator.gpu_share))
 
 
 def sample_completions(
@@ -127,4 +134,6 @@ def sample_completions(
         completions += [complete(item, prompts[item.ordinal]) for item in finished]
         if finished and on_progress is not None:
             on_progress(len(completions))
+    del engine
+    give_back(model)
     return sorted(completions, key=lambda completion: (completion.ordinal, completion.sample))

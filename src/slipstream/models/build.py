@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.sections import GeneratorConfig, ModelConfig
-from slipstream.models.config import config_from_hf, local_config, new_config
+from slipstream.models.config import TransformerConfig, config_from_hf, local_config, new_config
 from slipstream.models.hf import load_model, read_hf_config
 from slipstream.models.initialise import new_model
 from slipstream.models.peft import tokenizer_folder
@@ -39,6 +39,13 @@ def max_positions(config: RunConfig) -> int:
     return config.model.max_positions if path is None else config_from_hf(read_hf_config(Path(path))).max_positions
 
 
+def shape_of(config: ModelConfig) -> TransformerConfig:
+    """Return the sizes of the policy that `build_policy` makes."""
+    if config.path is not None:
+        return config_from_hf(read_hf_config(Path(config.path)))
+    return new_config(config, vocab_size=len(build_tokenizer(config)))
+
+
 def build_policy(
     config: ModelConfig, *, seed: int, tokenizer: Tokenizer | None = None
 ) -> tuple[Transformer, Tokenizer]:
@@ -63,11 +70,7 @@ def check_division(config: ModelConfig, ranks: int) -> None:
     """Raise ConfigError where this model cannot be divided over `ranks`; those of stages that have not run pass."""
     if ranks == 1 or (config.path is not None and stage_of(config.path) is not None):
         return
-    if config.path is None:
-        model = new_config(config, vocab_size=len(build_tokenizer(config)))
-    else:
-        model = config_from_hf(read_hf_config(Path(config.path)))
-    local_config(model, ranks)
+    local_config(shape_of(config), ranks)
 
 
 def stop_token_ids(tokenizer: Tokenizer, config: GeneratorConfig) -> list[int]:

@@ -44,6 +44,12 @@ def take_share(share: float | None, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 
+def take_gpu(device: torch.device, share: float | None) -> None:
+    """Have this thread compile, launch and capture on a GPU, and torch's allocator take at most `share` of it."""
+    torch.cuda.set_device(device)
+    torch.cuda.set_per_process_memory_fraction(1.0 if share is None else share, device)
+
+
 def check_gpus(section: str, device: str, ranks_field: str, ranks: int) -> None:
     """Raise ConfigError unless this machine has a GPU for each of the `ranks` that `section.device` puts on CUDA."""
     num_gpus = torch.cuda.device_count()

@@ -19,6 +19,7 @@ from slipstream.core.recipes import save_config, with_stage_paths
 from slipstream.environments.checks import Given
 from slipstream.evals.sampling import check_sampling
 from slipstream.generator.device import check_device
+from slipstream.models.build import shape_of
 from slipstream.models.device import check_gpus, single_device
 from slipstream.models.hub import check_model_path, with_folders
 from slipstream.models.preflight import check_policy
@@ -36,7 +37,7 @@ from slipstream.stages.child import run_in_child
 from slipstream.stages.completions import build_judge
 from slipstream.stages.named import check_conflicts
 from slipstream.stages.one_process import run_stage
-from slipstream.stages.order import check_asked
+from slipstream.stages.order import check_asked, trained_in_stages
 from slipstream.stages.preference_data import dpo_positions, read_pairs
 from slipstream.stages.progress import read_record, record_path, watch
 from slipstream.stages.reward_model import read_preferences
@@ -73,10 +74,7 @@ def check_stages(
         check_remote(config, remote)
         shape = check_policy(config, is_sampled=bool({"preferences", "evaluate"} & set(config.stages)))
         check_sizes(config, shape, {"trainer", "generator"})
-        if config.trains_in_stages:
-            check_gpus("trainer", config.trainer.device, "ranks", 1)
-        if config.samples_in_stages:
-            check_device(config)
+        _check_devices(config)
     _check_on_gpu(config)
     uses_gold = {"preferences", "evaluate"} & set(config.stages)
     for section, rewards in (("rewards", config.rewards), ("gold", config.gold)) if uses_gold else ():
@@ -89,11 +87,22 @@ def check_stages(
         build_judge(config.judge)
 
 
+def _check_devices(config: RunConfig) -> None:
+    """Raise ConfigError for GPUs that stages besides RL, each one process, are to compute on and that are not here."""
+    if config.trains_in_stages or (config.samples_in_stages and config.generator.engine == "vllm"):
+        check_gpus("trainer", config.trainer.device, "ranks", 1)
+    if config.samples_in_stages:
+        alone = config.generator.model_copy(update={"replicas": 1, "tensor_parallel": 1, "pipeline_parallel": 1})
+        check_device(config.model_copy(update={"generator": alone}))
+
+
 def _check_on_gpu(config: RunConfig) -> None:
-    """Raise ConfigError for a policy that the GPU of a stage besides RL has no room for, or cannot sample."""
+    """Raise ConfigError for a model that the GPU of a stage besides RL has no room for, or cannot sample."""
     device = single_device(config.trainer.device)
     if device.type == "cuda" and config.trains_in_stages:
-        check_on_gpu(config, check_policy(config), torch.cuda.get_device_properties(device).total_memory)
+        memory = int((config.trainer.gpu_share or 1.0) * torch.cuda.get_device_properties(device).total_memory)
+        for model in trained_in_stages(config):
+            check_on_gpu(config, shape_of(model), memory)
     if single_device(config.samples_on).type == "cuda" and config.samples_in_stages:
         check_sampling(config, check_policy(config))
 

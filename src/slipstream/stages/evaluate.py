@@ -30,6 +30,7 @@ from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.statistics import completion_lengths, mean_pass_at_k
 from slipstream.evals.win_rate import Comparison, gold_win_rate, judge_win_rate
 from slipstream.models.build import build_tokenizer
+from slipstream.models.device import single_device
 from slipstream.models.hf import load_model
 from slipstream.models.peft import with_adapters
 from slipstream.models.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     Both answer the same held-out prompts with the same noise. Drift is from `kl.reference`, or else the start. Whatever
     needs reference completions is left out where prompts have none.
     """
-    times, settings, kl_reference = StageTimes(), config.evaluation, config.kl.reference
+    times, settings = StageTimes(), config.evaluation
     has_rl, start = "rl" in config.stages, start_of(config, run_dir)
     adapter = config.model.lora.path if has_rl else None  # RL goes on with it beside model.path, whatever it names
     end = run_dir / "model" if has_rl else stage_dir(run_dir, "dpo") / "model"
@@ -73,15 +74,15 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
             )
     with times.span("score"):
         references = None if config.environment.is_set else _references(config.prompts.reference, prompts, tokenizer)
-        reference_policy = Alone(config).read(
-            _first(config, start) if kl_reference is None else load_model(kl_reference)
-        )
         gold = _scores(config, config.gold_rewards, written, references, environment_weight=_gold_weight(config))
         proxy = _scores(config, _models_alone(config.rewards), written, references)
+    with times.span("reference"):
+        reference_policy = _reference_policy(config, start)
     found: dict[str, Any] = {
         "num_prompts": len(prompts),
         "num_samples": settings.num_samples,
         "temperature": temperature,
+        "device": str(single_device(config.samples_on)),
         "checkpoints": {moment: str(path) for moment, path in checkpoints.items()},
     }
     models, judge = config.rewards.models, config.judge
@@ -109,6 +110,12 @@ def _first(config: RunConfig, start: Path) -> Transformer:
     """Return the policy of `start`; for RL with the adapter that it went on with."""
     model, lora = load_model(start), config.model.lora
     return with_adapters(model, lora, seed=config.seed) if "rl" in config.stages and lora.path is not None else model
+
+
+def _reference_policy(config: RunConfig, start: Path) -> Transformer:
+    """Return the policy that drift is measured from, where the trainer computes."""
+    path = config.kl.reference
+    return Alone(config).read(_first(config, start) if path is None else load_model(path))
 
 
 def start_of(config: RunConfig, run_dir: Path) -> Path:

@@ -43,7 +43,14 @@ def run_stage(stage: str, config: RunConfig, run_dir: Path, *, display: bool) ->
 
 
 def _device_line(stage: str, config: RunConfig) -> str:
-    device = config.samples_on if stage in ("preferences", "evaluate") else config.trainer.device
-    here = single_device(device)
-    missing = f", not on '{device}': this machine has no GPU" if device != "cpu" and here.type == "cpu" else ""
-    return f"{stage}: computes on {here}{missing}"
+    trains, samples = stage in ("sft", "dpo", "reward_model", "evaluate"), stage in ("preferences", "evaluate")
+    samples |= stage == "reward_model" and config.reward_model.normalise == "before_and_after"
+    places = dict[str, str]()
+    for does, device, is_so in (("samples", config.samples_on, samples), ("computes", config.trainer.device, trains)):
+        if is_so:
+            here = single_device(device)
+            missing = f" (not on '{device}': this machine has no GPU)" if device != "cpu" and here.type == "cpu" else ""
+            places[does] = f"{here}{missing}"
+    if len(set(places.values())) == 1:
+        return f"{stage}: computes on {next(iter(places.values()))}"
+    return f"{stage}: " + ", ".join(f"{does} on {where}" for does, where in places.items())

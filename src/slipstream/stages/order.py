@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.core.config import STAGE_PREFIX, STAGES, RunConfig, Stage, stage_of
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import ModelConfig
 from slipstream.trainer.loss_checks import needs_reference
 
 
@@ -45,6 +46,23 @@ def _check_start(config: RunConfig) -> None:
             allowed="model.path without warm_start.steps",
             hint="make it a stage of its own: stages = ['sft', 'rl', 'evaluate'] with model.path = 'stage:sft'",
         )
+
+
+def trained_in_stages(config: RunConfig) -> list[ModelConfig]:
+    """Return what the stages besides RL that train a model start from, the checkpoints of earlier ones as what these
+    start from."""
+    starts = {"dpo": config.dpo.path, "reward_model": config.reward_model.path}
+
+    def source(path: str | None) -> ModelConfig:
+        stage = stage_of(path)
+        if stage == "sft":
+            return config.sft_model
+        if stage is not None and starts[stage] != path:
+            return source(starts[stage] or config.first_checkpoint)
+        return config.model.model_copy(update={"path": path})
+
+    trained = [config.sft_model] if "sft" in config.stages else []
+    return trained + [source(path or config.model.path) for stage, path in starts.items() if stage in config.stages]
 
 
 def check_asked(config: RunConfig, held_out: int) -> None:

@@ -22,6 +22,7 @@ from slipstream.evals.sampling import to_sample
 from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.win_rate import Comparison, judge_win_rate
 from slipstream.models.build import build_policy
+from slipstream.models.device import single_device
 from slipstream.prompts import build_prompts
 from slipstream.stages.completions import (
     PREFERENCE_STREAM,
@@ -89,6 +90,7 @@ def run_preferences(config: RunConfig, run_dir: Path, progress: StageProgress) -
         run_dir,
         "preferences",
         times=times,
+        device=str(single_device(config.samples_on)),
         num_prompts=len(scored),
         num_preferences=len(lines),
         num_held_out=num_held_out,

@@ -10,7 +10,8 @@ import torch
 
 from slipstream.core.config import RunConfig
 from slipstream.core.rank_group import RankGroup
-from slipstream.models.device import DTYPES, single_device
+from slipstream.models.device import DTYPES, single_device, take_gpu
+from slipstream.models.experts import Router
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.sharded import Division, Parameters, divide, divide_scalar, stored_parameters
 from slipstream.models.transformer import Transformer
@@ -31,7 +32,8 @@ class Alone:
     """One process that computes as [trainer] says, whatever ranks that has.
 
     On a GPU with `trainer.device = "cuda"` (the first one; the CPU where there is none): products are in
-    `trainer.precision` there, beside float32 weights, and moments may lie in host memory. On a CPU all is float32.
+    `trainer.precision` there, beside float32 weights, and moments may lie in host memory. On a CPU all is float32, and
+    nothing is compiled or computed again.
     """
 
     config: RunConfig
@@ -39,11 +41,10 @@ class Alone:
     @cached_property
     def division(self) -> Division:
         device, ranks = single_device(self.config.trainer.device), RankGroup.alone()
-        division = trained_division(self.config, ranks, ranks, device)
         if device.type == "cpu":
-            return replace(division, precision="float32")
-        torch.cuda.set_device(device)
-        return replace(division, copies=True)
+            return Division()
+        take_gpu(device, self.config.trainer.gpu_share)
+        return replace(trained_division(self.config, ranks, ranks, device), copies=True)
 
     @property
     def device(self) -> torch.device:
@@ -59,5 +60,10 @@ class Alone:
         return model, {"parameters": stored_parameters(model, self.division), "offloads": offloads}
 
     def read(self, model: Transformer) -> Transformer:
-        """Bring `model`, which nobody trains, to where it is read, and return it."""
-        return model.to(self.device, DTYPES[self.division.precision]).requires_grad_(False)
+        """Bring `model`, which nobody trains, to where it is read, and return it; its routers stay float32."""
+        routers = [(one, one.weight.data) for one in model.modules() if isinstance(one, Router)]
+        model.to(self.device, DTYPES[self.division.precision])
+        for router, weight in routers:
+            router.weight.data = weight.to(self.device)
+        model.varlen = self.division.varlen
+        return model.requires_grad_(False)
