@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 92_920
+MAX_LINES = 93_028
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,8 +179,8 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_335,
     "batching": 450,
-    "controller": 6_340,
-    "core": 12_071,
+    "controller": 6_343,
+    "core": 12_085,
     "environments": 8_103,
     "evals": 2_814,
     "generator": 10_051,
@@ -189,8 +189,8 @@ MAX_LINES_OF_FOLDER = {
     "models": 10_029,
     "observe": 10_092,
     "plan": 7_630,
-    "prompts": 1_515,
-    "rewards": 3_990,
+    "prompts": 1_580,
+    "rewards": 3_996,
     "stages": 2_949,
     "trainer": 6_613,
     "weight_sync": 3_725,

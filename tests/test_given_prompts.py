@@ -12,7 +12,9 @@ import pytest
 import slipstream
 from slipstream import api
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve, save_config
+from slipstream.core.recipes import names_terms, resolve, save_config
+from slipstream.models.tokenizer import CharTokenizer
+from slipstream.prompts import build_prompts
 from slipstream.stages.run_folder import PROMPTS_FILE
 
 ROWS = [{"question": f"q{i}", "solution": f"a{i}"} for i in range(40)]
@@ -57,6 +59,37 @@ def test_held_out_data_that_were_named_stay(tmp_path: Path) -> None:
     sets = {"eval": {"sets": [{"name": "own", "dataset": "test.jsonl", "num_prompts": 5}]}}
     config = given(tmp_path / "b", ["x", "y"], sets)
     assert [one.name for one in config.eval.sets] == ["own"]
+
+
+def test_all_rows_are_trained_on_unless_a_number_is_named(tmp_path: Path) -> None:
+    assert given(tmp_path / "a", [f"p{i}" for i in range(30_000)]).prompts.num_train == 30_000
+    assert given(tmp_path / "b", ROWS, {"prompts.num_train": 7}).prompts.num_train == 7
+
+
+def test_rows_of_pandas_and_numpy(tmp_path: Path) -> None:
+    """Numbers unboxed, arrays as lists, and nothing where a table has NaN for an answer."""
+    rows = [{"prompt": f"p{i}", "answer": [np.float64("nan"), "a"][i % 2], "tests": np.array([i, 2])} for i in range(8)]
+    config = given(tmp_path / "a", rows)
+    assert json.loads((tmp_path / "a" / PROMPTS_FILE).read_text().splitlines()[1])["tests"] == [1, 2]
+    prompts = build_prompts(resolve(config.model_dump(), {"warm_start.steps": 0}), CharTokenizer())
+    assert sorted(str(one.answer) for one in prompts.all) == ["None"] * 4 + ["a"] * 4
+
+
+def test_a_configuration_beside_a_resume_is_refused() -> None:
+    for config in (resolve(RECIPE), RECIPE):
+        with pytest.raises(ConfigError, match="keeps its configuration"):
+            slipstream.run(config, resume="anywhere", display=False)
+
+
+def test_terms_that_a_file_or_a_configuration_names_stay(tmp_path: Path) -> None:
+    terms = {"terms": [{"function": "length", "weight": 0.1}]}
+    file = tmp_path / "mine.toml"
+    file.write_text("[[rewards.terms]]\nfunction = 'length'\nweight = 0.1\n")
+    for named in (str(file), file, {"rewards": terms}, resolve(RECIPE | {"rewards": terms})):
+        assert names_terms(named), named
+    (tmp_path / "bare.toml").write_text("steps = 3\n")
+    for other in ("quickstart", str(tmp_path / "bare.toml"), {"steps": 3}, resolve(RECIPE)):
+        assert not names_terms(other), other
 
 
 def good(completions: list[str], **_: Any) -> list[float]:

@@ -30,13 +30,23 @@ from slipstream.core.hooks import given_callbacks
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import shown, wrong_text
-from slipstream.core.recipes import check_path, merge, nested, resolve, resumed_config, same_name, table_of
+from slipstream.core.recipes import (
+    check_path,
+    merge,
+    names_terms,
+    nested,
+    resolve,
+    resumed_config,
+    same_name,
+    table_of,
+)
 from slipstream.core.run_lock import check_free, holding
 from slipstream.core.user_code import SCRIPTS_BEING_IMPORTED, ReachedRun
 from slipstream.environments.checks import check_environments
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.hub import Tell, pinned, with_folders
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
+from slipstream.prompts.rows import to_json_types
 from slipstream.rewards.given import Functions, Reward, with_given
 from slipstream.stages.named import check_named
 from slipstream.stages.progress import told_of
@@ -56,7 +66,7 @@ GivenPrompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended: its directory, and `summary.json` as a dict."""
+    """A run that has ended: its directory, and `summary.json` as a dict; without RL the record of its last stage."""
 
     out: Path
     summary: dict[str, Any]
@@ -111,7 +121,9 @@ def run(
     scored_by, tell = (reward, reward_weights), _tell(display=display)
     with _interruptible() as interrupts:
         if resume is not None:
-            _check_resumed({"preset": preset, "prompts": prompts, "out": out, "tables": isinstance(config, Mapping)})
+            _check_resumed(
+                {"preset": preset, "prompts": prompts, "out": out, "tables": isinstance(config, Mapping | RunConfig)}
+            )
             resolved, functions, environments = _saved(Path(resume), overrides, scored_by, handed, tell=tell)
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
@@ -168,7 +180,7 @@ def _with_python(
 
     `layers` are what it was made of: the terms and the measure that they name stay.
     """
-    keeps_terms = scored_by[0] is not None or any("terms" in table_of(one, "rewards") for one in layers)
+    keeps_terms = scored_by[0] is not None or any(map(names_terms, layers))
     config, functions = with_given(config, *scored_by, keeps_measure="measure" in table_of(layers[-1], "eval"))
     config, environments = _with_environments(config, *answered_by, keeps_terms=keeps_terms)
     return config, functions, environments
@@ -327,11 +339,12 @@ def _check_prompts(prompts: Sequence[GivenPrompt]) -> None:
             raise ConfigError(f"prompts[{index}] is no prompt", got=type(row).__name__, allowed=allowed)
 
 
-_KEPT = ("prompt_column", "answer_column", "eval_dataset")
+_KEPT = ("prompt_column", "answer_column", "eval_dataset", "num_train")
 
 
 def _kept(layers: Sequence[object]) -> dict[str, Any]:
-    """Return what tables and overrides, not a recipe, say of columns and held-out data: `prompts` replaces the rest."""
+    """Return what tables and overrides, not a recipe, say of columns, numbers and held-out data: `prompts` replaces the
+    rest."""
     found: dict[str, Any] = {}
     for one in layers:
         found |= {name: value for name, value in table_of(one, "prompts").items() if name in _KEPT}
@@ -344,13 +357,15 @@ def _with_prompts(
 ) -> RunConfig:
     """Return `config` with `prompts` as its dataset, written to the run's directory, where a resume finds it.
 
-    Columns are `prompt` and `answer`, and a tenth of the rows is held out, unless `kept` names others.
+    Columns are `prompt` and `answer`, a tenth of the rows is held out, and all others are trained on, unless `kept`
+    says otherwise.
     """
     path = (run_dir / PROMPTS_FILE).resolve()
     column = kept.get("prompt_column", "prompt")
     try:
         rows = [dict(row) if isinstance(row, Mapping) else {column: row} for row in prompts]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        plain = [to_json_types(row, where=f"prompts[{index}]") for index, row in enumerate(rows)]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
     for index, line in enumerate(lines):
@@ -364,6 +379,7 @@ def _with_prompts(
         "eval_dataset": kept.get("eval_dataset"),
         "prompt_column": column,
         "answer_column": kept.get("answer_column", "answer"),
+        "num_train": kept.get("num_train", len(rows)),
     }
     if not kept.get("sets"):
         tables["eval"]["sets"] = []

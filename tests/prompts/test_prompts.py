@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -521,6 +523,61 @@ def test_demonstrations_mix_kinds_by_weight(tokenizer: PreTrainedTokenizerFast) 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+@pytest.mark.parametrize("held_out", ["split", "eval_dataset"])
+def test_rows_of_one_text_are_one_prompt_or_as_many_as_their_columns(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, held_out: str
+) -> None:
+    """As environments have them: one text, and columns that differ. What is left out is told."""
+    rows: list[dict[str, object]] = [{"prompt": "Count to the target.", "target": n % 40} for n in range(60)]
+    data, other = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", rows[35:40])
+    given: dict[str, Any] = {"dataset": data, "template": "{question}", "num_train": 20, "num_eval": 5}
+    if held_out == "eval_dataset":
+        given["eval_dataset"] = other
+    with pytest.raises(ConfigError, match=r'prompts\.identity = "row"'):
+        build_prompts(run_config(tasks=[], **given), tokenizer)
+    made = build_prompts(run_config(tasks=[], **given, identity="row"), tokenizer)
+    trained, held = ({one.columns["target"] for one in part} for part in (made.train.prompts, made.eval))
+    assert (len(made.train), len(trained), len(made.eval), len(held)) == (20, 20, 5, 5)
+    assert not trained & held
+    assert len({one.prompt_id for one in made.all}) == 25
+    assert count_overlap(made.train.prompts, made.train.prompts[:3], by_row=True) == 3
+    rest = {"split": "15 are beyond prompts.num_train", "eval_dataset": "reading ended at prompts.num_train"}
+    assert made.report.left_out == f"20 rows repeat another, {rest[held_out]}"
+
+
+def test_streamed_rows_of_one_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "a.jsonl", [{"prompt": "Go.", "target": n} for n in range(200)])
+    given: dict[str, Any] = {"dataset": data, "template": "{question}", "num_eval": 4, "streaming": True}
+    made = build_prompts(run_config(tasks=[], **given, identity="row"), tokenizer)
+    held = {one.columns["target"] for one in made.eval}
+    assert len(held) == 4
+    assert not held & {made.train.prompt(ordinal).columns["target"] for ordinal in range(150)}
+
+
+def test_what_is_left_out_is_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": f"p{n}", "answer": "a"} for n in range(12)]
+    given: dict[str, Any] = {"template": "{question}", "num_train": 10, "num_eval": 2}
+    data = write_rows(tmp_path / "a.jsonl", rows)
+    assert build_prompts(run_config(tasks=[], dataset=data, **given), tokenizer).report.left_out == ""
+    data = write_rows(tmp_path / "b.jsonl", [*rows, {"prompt": " P3", "answer": "b"}, {"prompt": "q", "answer": "c"}])
+    told = build_prompts(run_config(tasks=[], dataset=data, **given), tokenizer).report.left_out
+    assert re.fullmatch(r"1 rows repeat another \(prompts\.identity .*\), 1 are beyond prompts\.num_train", told)
+
+
+def test_a_template_writes_no_none(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Neither into prompts nor into what a warm start teaches: it is refused before the run."""
+    rows: list[dict[str, object]] = [{"prompt": f"p{n}", "answer": "a" if n else None} for n in range(12)]
+    data = write_rows(tmp_path / "a.jsonl", rows)
+    given: dict[str, Any] = {"dataset": data, "num_train": 10, "num_eval": 2}
+    with pytest.raises(ConfigError, match=r"(?s)prompts\.template names a column in which the row has nothing.*line 1"):
+        build_prompts(run_config(tasks=[], template="{answer}", **given), tokenizer)
+    config = run_config(tasks=[], template="{question}", **given)
+    assert build_prompts(config, tokenizer).report.num_train == 10
+    learned = WarmStartConfig(steps=3, demonstrations=[DemonstrationConfig(template="{answer}", weight=1)])
+    with pytest.raises(ConfigError, match=r"(?s)warm_start\.demonstrations\[0\]\.template.*warm_start\.steps = 0"):
+        build_prompts(config.model_copy(update={"warm_start": learned}), tokenizer)
 
 
 def test_a_long_post_loses_its_last_lines_and_then_characters(

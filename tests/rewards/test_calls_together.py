@@ -157,6 +157,24 @@ def test_a_coroutine_that_fails_or_hangs_fails_its_completion_alone(tmp_path: Pa
     assert failures[0] == "".join(failures[4:]) == ""
 
 
+def test_a_task_of_a_coroutine_that_exits_fails_its_completion_alone(tmp_path: Path) -> None:
+    """It leaves asyncio's loop by way of `run_forever`, with all that the loop has open."""
+
+    async def part(n: int) -> float:
+        await asyncio.sleep(0)
+        if n % 3 == 1:
+            raise SystemExit(n)
+        await asyncio.sleep(0.01)
+        return float(n)
+
+    async def gathers(completions: list[str], **_: Any) -> list[float]:
+        return list(await asyncio.gather(*(part(len(text)) for text in completions)))
+
+    failures = [one.failure or "" for one in rewards_of({"f": gathers}, tmp_path)]
+    assert [bool(failure) for failure in failures] == [n % 3 == 1 for n in range(8)]
+    assert failures[4].startswith("f: SystemExit: 4")
+
+
 def test_sync_and_async_functions_score_beside_each_other(tmp_path: Path) -> None:
     async def awaited(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]

@@ -83,7 +83,7 @@ class Nursery:
         request = {
             "arguments": list(arguments),
             "environment": dict(environment),
-            "path": sys.path,
+            "path": [path for path in sys.path if isinstance(path, str)],
             "parent": os.getpid(),
         }
         body = json.dumps(request).encode()
@@ -152,7 +152,8 @@ def nursery_for(config: RunConfig, *, tell: Callable[[str], object] | None = Non
 
 def search_path() -> str:
     """Return this process's search path for modules as PYTHONPATH has it."""
-    return os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
+    found = [path for path in sys.path if isinstance(path, str)]  # Python looks into nothing else
+    return os.pathsep.join(path or os.getcwd() for path in found if not path.endswith(".zip"))
 
 
 def received(connection: socket.socket, count: int) -> bytes:

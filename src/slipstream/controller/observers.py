@@ -218,6 +218,8 @@ class Screen:
         if report.num_held_out:
             counts += f" ({report.num_held_out} rows to train on left out: they are held out)"
         self.note(f"prompts: {counts}{dropped}")
+        if report.left_out:
+            self.note(f"left out: {report.left_out}")
         if report.warning is not None:
             self.note(report.warning)
 

@@ -366,6 +366,16 @@ def table_of(tables: object, section: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def names_terms(given: object) -> bool:
+    """Whether tables, a file of the caller's or a configuration say what gives rewards; a shipped recipe's do not."""
+    if isinstance(given, RunConfig):
+        return given.rewards.terms != RewardsConfig.model_validate(_inside(defaults(), "rewards")).terms
+    if isinstance(given, str | Path):
+        is_shipped = _find(given).parent == recipes_dir()
+        return not is_shipped and "terms" in table_of(load_recipe(given), "rewards")
+    return "terms" in table_of(given, "rewards")
+
+
 def nested(tables: Mapping[str, Any], model: type[BaseModel] = RunConfig, at: str = "") -> dict[str, Any]:
     """Return `tables` with `{"trainer.optimizer.lr": 1e-4}` as `{"trainer": {"optimizer": {"lr": 1e-4}}}`.
 

@@ -228,6 +228,11 @@ class PromptsConfig(Section):
     shorten_column: str | None = Field(None, description="Column of the template to shorten, e.g. 'post'.")
     num_train: Positive = Field(20_000, description="Distinct training prompts; the stream reshuffles when they end.")
     num_eval: Positive = Field(500, description="Held-out prompts, disjoint from training ones by normalised text.")
+    identity: Literal["text", "row"] = Field(
+        "text",
+        description="What rows share to count as one prompt, which is trained on or held out once: their normalised "
+        "text, or all columns, for environments that begin with the same text.",
+    )
 
     @model_validator(mode="after")
     def _check_column(self) -> Self:

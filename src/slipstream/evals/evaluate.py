@@ -22,7 +22,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.held_out import check_measure, is_right, measured
-from slipstream.core.recipes import table_of
+from slipstream.core.recipes import names_terms
 from slipstream.core.types import Completion, Prompt, Rollout
 from slipstream.environments.checks import Given, check_environments
 from slipstream.environments.episodes import Sources
@@ -160,7 +160,7 @@ def evaluate_model(
     """
     _, config = eval_target(path, recipe=recipe, overrides=overrides, data=data, num_prompts=num_prompts)
     keeps_terms = recipe is None or reward is not None
-    keeps_terms |= any("terms" in table_of(one, "rewards") for one in (recipe, overrides))
+    keeps_terms |= any(names_terms(one) for one in (recipe, overrides) if one is not None)
     config, environments = with_given_environment(
         config, environment, tools, environment_factory, agent, keeps_terms=keeps_terms
     )

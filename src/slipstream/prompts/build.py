@@ -48,6 +48,7 @@ class PromptReport:
     tasks: dict[str, int] = field(default_factory=dict)  # training prompts per task key
     num_held_out: int = 0  # rows of the training data that are not trained on, being in held-out data, too
     sets: dict[str, int] = field(default_factory=dict)  # prompts of each of `eval.sets`, in their order
+    left_out: str = ""  # rows of a data set that fit and are not trained on, in words
 
     @property
     def warning(self) -> str | None:
@@ -92,6 +93,7 @@ class _Collector:
         self.seen: set[str] = set()
         self.held_out: set[str] = set()
         self.num_candidates = self.num_duplicates = self.num_too_long = self.num_held_out = 0
+        self.num_unused: int | None = None  # rows beyond num_train; None: they were not counted
 
     def __str__(self) -> str:
         held_out = f", {self.num_held_out} of them held out" * (self.num_held_out > 0)
@@ -99,11 +101,14 @@ class _Collector:
 
     def hold_out(self, prompts: Iterable[Prompt]) -> None:
         """Take none of these for training, in their own words or in those of the training data's template."""
-        self.held_out = {held for prompt in prompts for held in _ids(prompt, self.encoder)}
+        by_row = self.encoder.tells_rows
+        self.held_out = {
+            held for prompt in prompts for held in ([prompt.prompt_id] if by_row else _ids(prompt, self.encoder))
+        }
 
     def holds_out(self, key: str, row: PromptRow) -> bool:
         """Tell whether a row of the training data is held out, with its system message or without."""
-        if id_of(key) in self.held_out or row.messages is None:
+        if id_of(key) in self.held_out or row.messages is None or self.encoder.tells_rows:
             return id_of(key) in self.held_out
         return id_of(row_key(row.text, without_system(row.messages))) in self.held_out
 
@@ -113,7 +118,7 @@ class _Collector:
         for candidate in rows:
             row = self.encoder.shortened(candidate)
             self.num_candidates += 1
-            key = row_key(row.text, row.messages)
+            key = self.encoder.key(row)
             is_held_out = self.holds_out(key, row)
             if is_held_out or key in self.seen:
                 self.num_duplicates += 1
@@ -156,6 +161,9 @@ def build_prompts(
     else:
         train, held_out = _from_dataset(settings, collector, config.seed, splits=not sets)
     collector.encoder.check([*train, *held_out])
+    if config.warm_start.steps:
+        learned = train[: config.warm_start.num_demonstrations]
+        _demonstrated_texts(config.warm_start, learned, config.seed, settings.prompt_column)
     held_out = sets.get(config.eval.primary, held_out)
     per_task: dict[str, int] = {}
     for prompt in train:
@@ -172,9 +180,23 @@ def build_prompts(
         longest=max(len(prompt.tokens) for prompt in chain(train, held_out, *sets.values())),
         tasks=per_task,
         sets={name: len(prompts) for name, prompts in sets.items()},
+        left_out="" if tasks else _left_out(settings, collector, len(train)),
     )
     assert report.overlap == 0, f"{report.overlap} held-out prompts are among the training prompts"
     return PromptSet(PromptStream(train, config.seed), held_out, report, tasks, sets)
+
+
+def _left_out(config: PromptsConfig, collector: _Collector, num_train: int) -> str:
+    """Return which rows of a data set are not trained on, though they fit and are not held out; "" for none."""
+    told = []
+    if (repeated := collector.num_duplicates - collector.num_held_out) > 0:
+        hint = "" if config.identity == "row" else ' (prompts.identity = "row" keeps those with other columns)'
+        told.append(f"{repeated} rows repeat another{hint}")
+    if collector.num_unused:
+        told.append(f"{collector.num_unused} are beyond prompts.num_train")
+    elif collector.num_unused is None and num_train >= config.num_train:
+        told.append("reading ended at prompts.num_train")
+    return ", ".join(told)
 
 
 def held_out_prompts(
@@ -228,7 +250,7 @@ def _streamed(settings: PromptsConfig, collector: _Collector, seed: int, sets: d
     def batches() -> Iterator[list[Prompt]]:
         for rows in _batched(read_rows(source, settings, template=template, needed=collector.needed), _STREAMED):
             shorter = [encoder.shortened(row) for row in rows]
-            keys = [row_key(row.text, row.messages) for row in shorter]
+            keys = [encoder.key(row) for row in shorter]
             keyed = zip(keys, shorter, strict=True)
             given = [row for key, row in keyed if not (is_held_out(key) or collector.holds_out(key, row))]
             fitting = [prompt for prompt in encoder.encode(given) if encoder.fits(prompt)]
@@ -252,11 +274,17 @@ def prompts_that_fit(config: RunConfig) -> PromptsConfig:
     return config.prompts.model_copy(update={"max_prompt_tokens": config.longest_prompt(max_positions(config))})
 
 
-def count_overlap(train: Iterable[Prompt], held_out: Iterable[Prompt], encoder: Encoder | None = None) -> int:
+def count_overlap(
+    train: Iterable[Prompt], held_out: Iterable[Prompt], encoder: Encoder | None = None, *, by_row: bool = False
+) -> int:
     """Held-out prompts whose normalised text is also a training prompt's; computed from the prompts alone.
 
-    With the training data's `encoder` also those whose row has such a text in its template's words.
+    With the training data's `encoder` also those whose row has such a text in its template's words. `by_row`: those of
+    the same row, whatever other rows have that text.
     """
+    if by_row:
+        rows = {prompt.prompt_id for prompt in train}
+        return sum(prompt.prompt_id in rows for prompt in held_out)
     seen = {one for prompt in train for one in _ids(prompt)}
     return sum(not seen.isdisjoint(_ids(prompt, encoder)) for prompt in held_out)
 
@@ -265,8 +293,8 @@ def _overlap(
     train: Iterable[Prompt], held_out: list[Prompt], sets: Mapping[str, list[Prompt]], encoder: Encoder
 ) -> int:
     if not sets:
-        return count_overlap(train, held_out)
-    return count_overlap(train, chain.from_iterable(sets.values()), encoder)
+        return count_overlap(train, held_out, by_row=encoder.tells_rows)
+    return count_overlap(train, chain.from_iterable(sets.values()), encoder, by_row=encoder.tells_rows)
 
 
 def _ids(prompt: Prompt, encoder: Encoder | None = None) -> set[str]:
@@ -310,21 +338,29 @@ def demonstrations(
         what = "demonstrations end with an EOS token"
         hint = "set it in tokenizer_config.json, or warm_start.steps = 0"
         raise ConfigError(what, got="a tokenizer without one", allowed="a tokenizer with eos_token", hint=hint)
+    chosen = prompts[: config.num_demonstrations]
+    texts, places = _demonstrated_texts(config, chosen, seed, prompt_column)
+    check_alphabet(tokenizer, zip(places, texts, strict=True))
+    return list(zip((prompt.tokens for prompt in chosen), ended(texts, tokenizer), strict=True))
+
+
+def _demonstrated_texts(
+    config: WarmStartConfig, prompts: Sequence[Prompt], seed: int, prompt_column: str
+) -> tuple[list[str], list[str]]:
+    """Return the completions of `demonstrations`, and what made each. ConfigError where a row lacks what it takes."""
     templates = [_of_demonstration(kind.template, i, prompt_column) for i, kind in enumerate(config.demonstrations)]
     if not templates:
         raise ConfigError("a warm start needs at least one kind of demonstration", hint="see warm_start.demonstrations")
     bounds = list(accumulate(kind.weight for kind in config.demonstrations))
-    chosen = prompts[: config.num_demonstrations]
     texts, places = [], []
-    for prompt in chosen:
+    for prompt in prompts:
         digest = hashlib.blake2b(f"demonstration:{seed}:{prompt.prompt_id}".encode(), digest_size=7).digest()
         position = int.from_bytes(digest, "little") / 2**56 * bounds[-1]
         kind = min(bisect_right(bounds, position), len(bounds) - 1)
         where = f"the prompt {shortened(repr(prompt.text), 60)}"
         texts.append(templates[kind].render({"answer": prompt.answer, **prompt.columns}, where=where))
         places.append(f"{templates[kind].field} for {where}")
-    check_alphabet(tokenizer, zip(places, texts, strict=True))
-    return list(zip((prompt.tokens for prompt in chosen), ended(texts, tokenizer), strict=True))
+    return texts, places
 
 
 def _from_tasks(
@@ -417,6 +453,7 @@ def _from_dataset(
     prompts = _read(config.dataset, config, template, collector, None)
     _check_num_eval(config, config.dataset, len(prompts) - 1, collector)
     train, held_out = _split_by_hash(prompts, config.num_eval, seed)
+    collector.num_unused = max(0, len(train) - config.num_train)
     return train[: config.num_train], held_out
 
 
@@ -447,11 +484,15 @@ def _check_num_eval(
             f"dataset '{source}' cannot supply enough distinct held-out prompts",
             got=f"{asked} = {config.num_eval}, of {collector}",
             allowed=f"at most {max(0, available)}",
-            hint="lower prompts.num_eval and eval.num_prompts"
-            + ", or give prompts.eval_dataset" * (config.eval_dataset is None)
-            if asked == "num_eval"
-            else None,
+            hint=_hint_for_held_out(config, available, collector) if asked == "num_eval" else None,
         )
+
+
+def _hint_for_held_out(config: PromptsConfig, available: int, collector: _Collector) -> str:
+    others = ", or give prompts.eval_dataset" * (config.eval_dataset is None)
+    if config.identity == "text" and available + collector.num_duplicates >= config.num_eval:
+        others += ', or tell rows of one text apart by their other columns: prompts.identity = "row"'
+    return f"lower prompts.num_eval and eval.num_prompts{others}"
 
 
 def _batched(rows: Iterator[PromptRow], size: int) -> Iterator[list[PromptRow]]:

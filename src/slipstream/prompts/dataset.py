@@ -231,6 +231,8 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
     columns = to_json_types(dict(record), where=where)
     prompt = columns.pop(config.prompt_column)
     answer = columns.get(config.answer_column)  # rewards may ask for it under either name
+    if isinstance(answer, float) and math.isnan(answer):  # what tables of pandas have where there is none
+        answer = columns[config.answer_column] = None
     answer_text = answer if answer is None or isinstance(answer, str) else _text_of(answer)
     columns["answer"] = answer_text
     if isinstance(prompt, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,11 @@ def row_key(text: str, messages: Iterable[Mapping[str, Any]] | None) -> str:
     if chat is None or [message["role"] for message in chat] != ["user"]:
         return normalise_text(text if chat is None else message_text(chat))
     return normalise_text(chat[0]["content"])
+
+
+def columns_key(key: str, columns: Mapping[str, Any]) -> str:
+    """Return the key of a row that is told apart from others of the text `key` by its columns."""
+    return f"{key}\n{json.dumps(columns, sort_keys=True, default=str)}"
 
 
 def without_system(messages: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:

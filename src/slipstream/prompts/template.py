@@ -18,7 +18,7 @@ from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.models.tokenizer import check_alphabet
-from slipstream.prompts.rows import PromptRow, id_of, row_key
+from slipstream.prompts.rows import PromptRow, columns_key, id_of, row_key
 
 if TYPE_CHECKING:
     from slipstream.models.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class Template:
         return {name for _, name in self._pieces if name is not None}
 
     def render(self, columns: Mapping[str, Any], *, where: str = "") -> str:
-        """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown one of `where`.
+        """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown or empty one.
 
         Where no column is called `prompt`, {prompt} is {question}.
         """
@@ -96,6 +96,14 @@ class Template:
                     sorted({*columns, *(self._names if "question" in columns else ())}),
                     got=name,
                     hint=self._over_these(columns),
+                )
+            if columns[name] is None:
+                raise ConfigError(
+                    f"{self.field} names a column in which the row has nothing" + (where and f": {where}"),
+                    got=f"{name} = null",
+                    allowed="a text or a number",
+                    hint="complete or drop the row"
+                    + (", or set warm_start.steps = 0" if self.field.startswith("warm_start") else ""),
                 )
             parts.append(str(columns[name]))
         return "".join(parts)
@@ -144,6 +152,16 @@ class Encoder:
             messages = [{"role": "system", "content": self._config.system}, *messages]
         return messages
 
+    @property
+    def tells_rows(self) -> bool:
+        """Whether prompts are told apart by all columns of their rows, not by their text alone."""
+        return self._config.identity == "row"
+
+    def key(self, row: PromptRow) -> str:
+        """Return what rows share that count as one prompt."""
+        key = row_key(row.text, row.messages)
+        return columns_key(key, row.columns) if self.tells_rows else key
+
     def encode(self, rows: Sequence[PromptRow]) -> list[Prompt]:
         """One prompt per row, in order; tokens int32 [Tp]. Over-long prompts are the caller's to drop (`fits`)."""
         if not rows:
@@ -162,7 +180,7 @@ class Encoder:
                 ids.update(zip(indices, batch, strict=True))
         return [
             Prompt(
-                prompt_id=id_of(row_key(row.text, row.messages)),
+                prompt_id=id_of(self.key(row)),
                 text=texts[i],
                 tokens=np.asarray(ids[i], dtype=np.int32),
                 task=row.task,
@@ -175,7 +193,7 @@ class Encoder:
 
     def text_of(self, columns: Mapping[str, Any]) -> str | None:
         """Return what the template makes of a row's columns, shortened as such a row; None where it lacks some."""
-        if not self._template.columns <= {PROMPT, *columns}:
+        if not self._template.columns <= {PROMPT, *(name for name, value in columns.items() if value is not None)}:
             return None
         return self.shortened(PromptRow(text=self._template.render(columns), task="", columns=dict(columns))).text
 

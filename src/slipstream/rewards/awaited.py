@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from slipstream.core.background import start_thread
@@ -102,6 +104,7 @@ class LoopScorer:
 
     def close(self) -> None:
         if self._loop is not None:
+            self._is_over.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSING_S)
         self._loop = None
@@ -112,8 +115,8 @@ class LoopScorer:
 
     def _hand_over(self, place: str, job: AnyJob) -> None:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = start_thread(_turn_round, args=(self._loop,), name="reward-loop")
+            self._loop, self._is_over = asyncio.new_event_loop(), threading.Event()
+            self._thread = start_thread(_turn_round, args=(self._loop, self._is_over), name="reward-loop")
         turn = _Handed(place, job, deadline_s=self._clock.now_s() + self._seats[place].timeout_s)
         self._open[job.job_id] = turn
         self._num_open[place] += 1
@@ -157,6 +160,7 @@ class LoopScorer:
 
     def _abandon(self) -> None:
         assert self._loop is not None
+        self._is_over.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = self._asked_s = None
         self.num_restarts += 1
@@ -165,14 +169,18 @@ class LoopScorer:
             self._waiting[turn.place].appendleft(turn.job)
 
 
-def _turn_round(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, and end what it still has."""
+def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> None:
+    """Run the loop until it is stopped, which `is_over` says, and end what it still has.
+
+    A task that a function has started and that exits fails where it is awaited; nothing else ends with it.
+    """
     asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
+    while not is_over.is_set():
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    with suppress(SystemExit, KeyboardInterrupt):
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.close()
+    loop.close()
