@@ -121,9 +121,7 @@ def run(
     scored_by, tell = (reward, reward_weights), _tell(display=display)
     with _interruptible() as interrupts:
         if resume is not None:
-            _check_resumed(
-                {"preset": preset, "prompts": prompts, "out": out, "tables": isinstance(config, Mapping | RunConfig)}
-            )
+            _check_resumed({"preset": preset, "prompts": prompts, "out": out, "tables": _has_tables(config)})
             resolved, functions, environments = _saved(Path(resume), overrides, scored_by, handed, tell=tell)
         elif config is None:
             raise ConfigError("a configuration is needed", allowed="a recipe's name or path, tables, or resume=DIR")
@@ -155,6 +153,10 @@ def _check_call(others: Mapping[str, object]) -> None:
         raise ReachedRun
     if others:
         raise _unknown_arguments(list(others))
+
+
+def _has_tables(config: object) -> bool:
+    return isinstance(config, Mapping | RunConfig)
 
 
 def _check_resumed(others: Mapping[str, object]) -> None:
