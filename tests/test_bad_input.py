@@ -308,6 +308,11 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
         "without generator.vllm.engine_args.tensor_parallel_size",
         "hint: generator.tensor_parallel = 2",
     ),
+    wrong(
+        "rows of tasks",
+        {"prompts": {"tasks": [{"name": "chain_sum"}], "dataset": None, "identity": "row"}},
+        "told apart",
+    ),
     wrong("bf16 on a CPU", {"trainer": {"precision": "bfloat16"}}, "in float32", "trainer.device = 'cuda'"),
     wrong("vllm cache", {"generator": {**VLLM, "kv_on_update": "recompute_if_older_than"}}, "all of its cache"),
     wrong("vllm parking", {"generator": {**VLLM, "parked_tokens": 64}}, "prefix cache", "kv_cache_gb"),

@@ -64,6 +64,9 @@ def test_held_out_data_that_were_named_stay(tmp_path: Path) -> None:
 def test_all_rows_are_trained_on_unless_a_number_is_named(tmp_path: Path) -> None:
     assert given(tmp_path / "a", [f"p{i}" for i in range(30_000)]).prompts.num_train == 30_000
     assert given(tmp_path / "b", ROWS, {"prompts.num_train": 7}).prompts.num_train == 7
+    layers = resolve(RECIPE | {"prompts": {**RECIPE["prompts"], "num_train": 9}}), {}
+    assert api._kept(layers) == {"num_train": 9}
+    assert api._kept((resolve(RECIPE), {})) == {}
 
 
 def test_rows_of_pandas_and_numpy(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from slipstream.core.recipes import (
     table_of,
 )
 from slipstream.core.run_lock import check_free, holding
+from slipstream.core.sections import PromptsConfig
 from slipstream.core.user_code import SCRIPTS_BEING_IMPORTED, ReachedRun
 from slipstream.environments.checks import check_environments
 from slipstream.generator.vllm.settings import interpreter
@@ -349,6 +350,8 @@ def _kept(layers: Sequence[object]) -> dict[str, Any]:
     rest."""
     found: dict[str, Any] = {}
     for one in layers:
+        if isinstance(one, RunConfig) and one.prompts.num_train != PromptsConfig.model_fields["num_train"].default:
+            found["num_train"] = one.prompts.num_train
         found |= {name: value for name, value in table_of(one, "prompts").items() if name in _KEPT}
         found |= {name: value for name, value in table_of(one, "eval").items() if name == "sets"}
     return found

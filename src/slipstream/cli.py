@@ -129,7 +129,8 @@ def _train(config: RunConfig, options: RunOptions, **more: Any) -> int:
         more["overrides"] = options.overrides
 
     def train() -> int:
-        result = run(config, out=options.out, resume=options.resume, **more)
+        given = None if options.resume is not None else config  # what goes on has its own
+        result = run(given, out=options.out, resume=options.resume, **more)
         return {"done": EXIT_DONE, "interrupted": EXIT_INTERRUPTED}.get(result.summary["status"], EXIT_FAILED)
 
     with lasting_output():

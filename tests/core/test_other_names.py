@@ -67,6 +67,20 @@ def test_every_target_is_a_field_and_every_setting_is_allowed() -> None:
             check_loss(config)
 
 
+def test_the_end_of_a_longer_name_says_nothing_within_a_section_of_ours() -> None:
+    """Its own fields are nearer: evaluation.num_samples, sft.optimizer.betas."""
+    for path in ("evaluation.n_samples", "sft.optimizer.beta1", "generator.max_length", "critic.optimizer.offload"):
+        assert counterparts(path) == []
+    for path, ours in {
+        "gconfig.n_samples": "completions_per_group",
+        "optimizer.beta1": "trainer.optimizer.betas",
+        "rollout.n": "completions_per_group",
+        "trainer.save_freq": "trainer.checkpoint_every",
+        "trainer.learning_rate": "trainer.optimizer.lr",
+    }.items():
+        assert [entry.partition(", ")[0] for *_, entry in counterparts(path)] == [ours], path
+
+
 def test_settings_as_flags_are_the_same() -> None:
     """All that are told, parsed together where they are of different fields: each parser takes a while to make."""
     told = {(text, flags_in(text)) for text in re.findall(r"`[a-z_.]+ = [^`]+`", " ".join(TEXTS))}

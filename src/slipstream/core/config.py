@@ -467,6 +467,13 @@ class RunConfig(Section):
                 got="prompts.streaming with " + ("prompts.tasks" if prompts.tasks else ", ".join(reads_all)),
                 allowed="prompts.dataset, stages of rl and evaluate, and no warm start",
             )
+        if prompts.identity == "row" and (prompts.tasks or self.eval.sets):
+            raise ConfigError(
+                "rows are told apart by their columns in data sets, whose held-out rows are of the same columns",
+                got="prompts.identity = 'row' with " + ("prompts.tasks" if prompts.tasks else "eval.sets"),
+                allowed="prompts.dataset without eval.sets",
+                hint="prompts.eval_dataset names held-out rows",
+            )
         if self.eval.sets and prompts.eval_dataset is not None:
             raise ConfigError(
                 "held-out prompts are named twice",

@@ -44,14 +44,18 @@ def counterparts(path: str) -> list[tuple[str, str, str]]:
 
     The longest end of `path` counts that is a name, or the end of one: rollout.n is verl's actor_rollout_ref.rollout.n.
     """
+    from slipstream.core.config import RunConfig  # which reads this module
+
     words = path.replace("-", "_").lower().split(".")
+    is_elsewhere = words[0] not in RunConfig.model_fields  # else a longer name's end says less than its own fields do
     for start in range(len(words)):
         end = ".".join(words[start:])
         is_own = "_" in end or "." in end  # a lone `name`, `n` or `path` could be anybody's
         found: dict[str, tuple[str, str, str]] = {}
         for whose, names in FIELDS.items():
             for name, entry in names.items():
-                if name == end or (is_own and whose != "the recipe" and name.endswith(f".{end}")):
+                is_end = is_own and is_elsewhere and whose != "the recipe" and name.endswith(f".{end}")
+                if name == end or is_end:
                     found.setdefault(entry, (whose, name, entry))
         if found:
             return list(found.values())

@@ -371,7 +371,7 @@ def names_terms(given: object) -> bool:
     if isinstance(given, RunConfig):
         return given.rewards.terms != RewardsConfig.model_validate(_inside(defaults(), "rewards")).terms
     if isinstance(given, str | Path):
-        is_shipped = _find(given).parent == recipes_dir()
+        is_shipped = _find(given).resolve().parent == recipes_dir().resolve()
         return not is_shipped and "terms" in table_of(load_recipe(given), "rewards")
     return "terms" in table_of(given, "rewards")
 

@@ -93,7 +93,9 @@ class _Collector:
         self.seen: set[str] = set()
         self.held_out: set[str] = set()
         self.num_candidates = self.num_duplicates = self.num_too_long = self.num_held_out = 0
-        self.num_unused: int | None = None  # rows beyond num_train; None: they were not counted
+        self.num_unused = 0  # rows beyond num_train, where all are read
+        self.has_more = False  # whether rows are left that were not looked at
+        self.num_repeated = 0  # rows of held-out data that repeat another of it
 
     def __str__(self) -> str:
         held_out = f", {self.num_held_out} of them held out" * (self.num_held_out > 0)
@@ -161,9 +163,6 @@ def build_prompts(
     else:
         train, held_out = _from_dataset(settings, collector, config.seed, splits=not sets)
     collector.encoder.check([*train, *held_out])
-    if config.warm_start.steps:
-        learned = train[: config.warm_start.num_demonstrations]
-        _demonstrated_texts(config.warm_start, learned, config.seed, settings.prompt_column)
     held_out = sets.get(config.eval.primary, held_out)
     per_task: dict[str, int] = {}
     for prompt in train:
@@ -180,21 +179,21 @@ def build_prompts(
         longest=max(len(prompt.tokens) for prompt in chain(train, held_out, *sets.values())),
         tasks=per_task,
         sets={name: len(prompts) for name, prompts in sets.items()},
-        left_out="" if tasks else _left_out(settings, collector, len(train)),
+        left_out="" if tasks else _left_out(settings, collector),
     )
     assert report.overlap == 0, f"{report.overlap} held-out prompts are among the training prompts"
     return PromptSet(PromptStream(train, config.seed), held_out, report, tasks, sets)
 
 
-def _left_out(config: PromptsConfig, collector: _Collector, num_train: int) -> str:
+def _left_out(config: PromptsConfig, collector: _Collector) -> str:
     """Return which rows of a data set are not trained on, though they fit and are not held out; "" for none."""
     told = []
-    if (repeated := collector.num_duplicates - collector.num_held_out) > 0:
+    if (repeated := collector.num_duplicates - collector.num_held_out - collector.num_repeated) > 0:
         hint = "" if config.identity == "row" else ' (prompts.identity = "row" keeps those with other columns)'
         told.append(f"{repeated} rows repeat another{hint}")
     if collector.num_unused:
         told.append(f"{collector.num_unused} are beyond prompts.num_train")
-    elif collector.num_unused is None and num_train >= config.num_train:
+    if collector.has_more:
         told.append("reading ended at prompts.num_train")
     return ", ".join(told)
 
@@ -344,6 +343,12 @@ def demonstrations(
     return list(zip((prompt.tokens for prompt in chosen), ended(texts, tokenizer), strict=True))
 
 
+def check_demonstrations(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for training prompts whose rows lack what the warm start's demonstrations take."""
+    chosen = prompts[: config.warm_start.num_demonstrations]
+    _demonstrated_texts(config.warm_start, chosen, config.seed, config.prompts.prompt_column)
+
+
 def _demonstrated_texts(
     config: WarmStartConfig, prompts: Sequence[Prompt], seed: int, prompt_column: str
 ) -> tuple[list[str], list[str]]:
@@ -439,6 +444,7 @@ def _from_dataset(
             held_out = [p for _, p in _read(config.eval_dataset, config, template, collector, config.num_eval)]
             _check_num_eval(config, config.eval_dataset, len(held_out), collector)
             collector.held_out = {id_of(key) for key in collector.seen}
+            collector.num_repeated, collector.has_more = collector.num_duplicates, False
         train = [p for _, p in _read(config.dataset, config, template, collector, config.num_train)]
         if not train:
             raise ConfigError(
@@ -460,12 +466,15 @@ def _from_dataset(
 def _read(
     source: str, config: PromptsConfig, template: Template, collector: _Collector, limit: int | None
 ) -> list[tuple[str, Prompt]]:
+    """Return the prompts of a data set, at most `limit` of them."""
     prompts: list[tuple[str, Prompt]] = []
-    for rows in _batched(read_rows(source, config, template=template, needed=collector.needed), _BATCH):
-        prompts += collector.take(rows, len(rows) if limit is None else limit - len(prompts))
+    batches = _batched(read_rows(source, config, template=template, needed=collector.needed), _BATCH)
+    for rows in batches:
+        prompts += collector.take(rows, len(rows))
         if limit is not None and len(prompts) >= limit:
+            collector.has_more = len(prompts) > limit or next(batches, None) is not None
             break
-    return prompts
+    return prompts[:limit]
 
 
 def _check_num_eval(

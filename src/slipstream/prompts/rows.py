@@ -61,7 +61,8 @@ def row_key(text: str, messages: Iterable[Mapping[str, Any]] | None) -> str:
 
 def columns_key(key: str, columns: Mapping[str, Any]) -> str:
     """Return the key of a row that is told apart from others of the text `key` by its columns."""
-    return f"{key}\n{json.dumps(columns, sort_keys=True, default=str)}"
+    said = json.dumps(columns, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+    return f"{key}\n{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
 
 def without_system(messages: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:

@@ -193,7 +193,8 @@ class Encoder:
 
     def text_of(self, columns: Mapping[str, Any]) -> str | None:
         """Return what the template makes of a row's columns, shortened as such a row; None where it lacks some."""
-        if not self._template.columns <= {PROMPT, *(name for name, value in columns.items() if value is not None)}:
+        known = {name for name, value in columns.items() if value is not None}
+        if not self._template.columns <= (known if PROMPT in columns else known | {PROMPT}):
             return None
         return self.shortened(PromptRow(text=self._template.render(columns), task="", columns=dict(columns))).text
 

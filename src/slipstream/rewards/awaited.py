@@ -105,7 +105,8 @@ class LoopScorer:
     def close(self) -> None:
         if self._loop is not None:
             self._is_over.set()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            with suppress(RuntimeError):  # the loop has just ended
+                self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSING_S)
         self._loop = None
         self._answers.close()
@@ -161,7 +162,8 @@ class LoopScorer:
     def _abandon(self) -> None:
         assert self._loop is not None
         self._is_over.set()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = self._asked_s = None
         self.num_restarts += 1
         for turn in list(self._open.values()):
@@ -181,6 +183,6 @@ def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> No
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    with suppress(SystemExit, KeyboardInterrupt):
+    with suppress(SystemExit, KeyboardInterrupt, RuntimeError):  # the last where a stop is left over
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()

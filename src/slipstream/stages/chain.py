@@ -29,12 +29,13 @@ from slipstream.observe.hardware import describe
 from slipstream.observe.summary import Summary, read_summary, write_summary
 from slipstream.observe.trackers import check_trackers
 from slipstream.prompts import PromptSet, build_prompts, task_table
+from slipstream.prompts.build import check_demonstrations
 from slipstream.prompts.template import spelled_out
 from slipstream.rewards.checks import check_rewards
 from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.user_functions import columns_needed
 from slipstream.stages.child import run_in_child
-from slipstream.stages.completions import build_judge
+from slipstream.stages.completions import build_judge, reference_completions
 from slipstream.stages.named import check_conflicts
 from slipstream.stages.one_process import run_stage
 from slipstream.stages.order import check_asked, trained_in_stages
@@ -132,6 +133,10 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         prompts = build_prompts(config, tokenizer, needed=needed)
         if "evaluate" in config.stages:
             check_asked(config, len(prompts.eval))
+        if "rl" in config.stages and config.warm_start.steps:
+            check_demonstrations(config, prompts.train.prompts)
+        if asked := _referred(config):
+            reference_completions(config.prompts.reference, prompts.train.prompts[:asked], tokenizer)
         _call_rewards(config, prompts, run_dir, given)
     if has_own_demonstrations:
         stage_demonstrations(config, tokenizer)
@@ -139,6 +144,14 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         read_pairs(config, run_dir, tokenizer, max_positions=dpo_positions(config))
     if "reward_model" in config.stages and config.reward_model.preferences is not None:
         read_preferences(config, run_dir, tokenizer)
+
+
+def _referred(config: RunConfig) -> int:
+    """Return of how many training prompts a stage takes the reference completions."""
+    preferences, reward_model = config.preferences, config.reward_model
+    of_pairs = preferences.num_prompts if "preferences" in config.stages and preferences.with_reference else 0
+    is_biased = "reward_model" in config.stages and reward_model.normalise == "reference_bias"
+    return max(of_pairs, reward_model.normalise_samples if is_biased else 0)
 
 
 def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, given: FromPython) -> None:

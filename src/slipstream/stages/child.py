@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from slipstream.controller.nursery import search_path
 from slipstream.controller.placement import thread_environment
 from slipstream.core import lifeline
 from slipstream.core.disk import HeldFolder
@@ -49,7 +50,6 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
     with what the stage said. Whatever is raised here, KeyboardInterrupt too, the process has ended by then: by itself
     when its standard input closes, or killed LET_GO_DEADLINE_S later.
     """
-    search_path = os.pathsep.join(path or os.getcwd() for path in sys.path if not path.endswith(".zip"))
     reading, writing = os.pipe()  # a file would not be to be relied on: the disk may be full
     os.set_blocking(reading, False)
     command = lifeline.command("slipstream.stages.child", str(run_dir.resolve()), stage, str(writing))
@@ -59,7 +59,7 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
         stdin=subprocess.PIPE,
         stdout=None if is_terminal else subprocess.PIPE,  # a notebook shows what this process writes
         text=True,
-        env=os.environ | thread_environment(num_cores()) | {"PYTHONPATH": search_path},
+        env=os.environ | thread_environment(num_cores()) | {"PYTHONPATH": search_path()},
         pass_fds=[writing, *inherited(run_dir)],
     )
     os.close(writing)

@@ -11,6 +11,7 @@ import numpy as np
 from slipstream.algorithms.responses import truncate_at_token
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.plain import shortened
 from slipstream.core.sections import RewardsConfig
 from slipstream.core.stage_sections import JudgeConfig
 from slipstream.core.types import Completion, Prompt, Segment
@@ -60,7 +61,8 @@ def reference_completions(reference: str, prompts: Sequence[Prompt], tokenizer: 
     for prompt in prompts:
         if prompt.answer is None and "answer" in template.columns:
             raise ConfigError("a prompt has no reference answer", got=prompt.text[:80], hint="see prompts.reference")
-        texts.append(template.render({"answer": prompt.answer, **prompt.columns}))
+        where = f"the prompt {shortened(repr(prompt.text), 60)}"
+        texts.append(template.render({"answer": prompt.answer, **prompt.columns}, where=where))
     return [
         Completion(
             ordinal=ordinal,

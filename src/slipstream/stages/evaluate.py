@@ -132,7 +132,7 @@ def start_of(config: RunConfig, run_dir: Path) -> Path:
 def _references(reference: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion] | None:
     """Return one reference per prompt; None where some prompt has none."""
     template = Template(reference, field="prompts.reference")
-    if "answer" in template.columns and any(prompt.answer is None for prompt in prompts):
+    if any({"answer": one.answer, **one.columns}.get(name) is None for one in prompts for name in template.columns):
         return None
     return reference_completions(reference, prompts, tokenizer)
 

@@ -150,7 +150,7 @@ def labelled(scored: Sequence[ScoredPrompt], config: RunConfig) -> list[Preferen
     for one in scored:
         chosen = list(_subsets(one, config.reward_model.candidates))
         if settings.max_per_prompt is not None:
-            random.Random(_digest(one.prompt, config.seed)).shuffle(chosen)
+            random.Random(_digest(one.prompt, config)).shuffle(chosen)
             if settings.labels == "judge":  # a verdict costs too much to ask for more of them
                 chosen = chosen[: settings.max_per_prompt]
         sets += [(one, candidates) for candidates in chosen]
@@ -169,14 +169,17 @@ def labelled(scored: Sequence[ScoredPrompt], config: RunConfig) -> list[Preferen
                 prompt_tokens=prompt.tokens.tolist(),
                 candidates=list(candidates),
                 best=best,
-                is_held_out=int.from_bytes(_digest(prompt, config.seed), "little") / 2**64 < settings.held_out,
+                is_held_out=int.from_bytes(_digest(prompt, config), "little") / 2**64 < settings.held_out,
             )
         )
     return lines
 
 
-def _digest(prompt: Prompt, seed: int) -> bytes:
-    return hashlib.blake2b(f"preferences:{seed}:{prompt.prompt_id}".encode(), digest_size=8).digest()
+def _digest(prompt: Prompt, config: RunConfig) -> bytes:
+    """Return the bytes by which prompts are held out and shuffled: of the tokens, where several prompts have them."""
+    of_tokens, seed = config.prompts.identity == "row", config.seed
+    known = prompt.tokens.tobytes().hex() if of_tokens else prompt.prompt_id
+    return hashlib.blake2b(f"preferences:{seed}:{known}".encode(), digest_size=8).digest()
 
 
 def _subsets(scored: ScoredPrompt, size: int) -> Iterator[tuple[Candidate, ...]]:

@@ -239,7 +239,10 @@ def _tell_of_prompts(report: PromptReport, screen: Screen | None) -> None:
     """Show the report on prompts; without a screen its warning goes to the program's log."""
     if screen is not None:
         screen.started(report)
-    elif report.warning is not None:
+        return
+    if report.left_out:
+        log.info("left out: %s", report.left_out)
+    if report.warning is not None:
         log.warning("%s", report.warning)
 
 
