@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_030
+MAX_LINES = 93_079
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_335,
     "batching": 450,
     "controller": 6_343,
-    "core": 12_085,
+    "core": 12_096,
     "environments": 8_103,
     "evals": 2_814,
     "generator": 10_051,
@@ -189,9 +189,9 @@ MAX_LINES_OF_FOLDER = {
     "models": 10_029,
     "observe": 10_092,
     "plan": 7_630,
-    "prompts": 1_580,
-    "rewards": 3_996,
-    "stages": 2_949,
+    "prompts": 1_591,
+    "rewards": 3_998,
+    "stages": 2_970,
     "trainer": 6_613,
     "weight_sync": 3_725,
 }

@@ -28,6 +28,7 @@ from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.tokenizer import CharTokenizer
 from slipstream.prompts import PromptStream, build_prompts, count_overlap, dataset, demonstrations, task_table
+from slipstream.prompts.build import check_demonstrations
 from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
 from slipstream.prompts.template import Encoder, Template
@@ -574,10 +575,11 @@ def test_a_template_writes_no_none(tokenizer: PreTrainedTokenizerFast, tmp_path:
     with pytest.raises(ConfigError, match=r"(?s)prompts\.template names a column in which the row has nothing.*line 1"):
         build_prompts(run_config(tasks=[], template="{answer}", **given), tokenizer)
     config = run_config(tasks=[], template="{question}", **given)
-    assert build_prompts(config, tokenizer).report.num_train == 10
+    made = build_prompts(config, tokenizer)
+    assert made.report.num_train == 10
     learned = WarmStartConfig(steps=3, demonstrations=[DemonstrationConfig(template="{answer}", weight=1)])
     with pytest.raises(ConfigError, match=r"(?s)warm_start\.demonstrations\[0\]\.template.*warm_start\.steps = 0"):
-        build_prompts(config.model_copy(update={"warm_start": learned}), tokenizer)
+        check_demonstrations(config.model_copy(update={"warm_start": learned}), made.all)
 
 
 def test_a_long_post_loses_its_last_lines_and_then_characters(
