@@ -29,7 +29,7 @@ from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.hooks import given_callbacks
 from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
-from slipstream.core.plain import shown, wrong_text
+from slipstream.core.plain import shown
 from slipstream.core.recipes import (
     check_path,
     merge,
@@ -367,15 +367,9 @@ def _with_prompts(
     """
     path = (run_dir / PROMPTS_FILE).resolve()
     column = kept.get("prompt_column", "prompt")
-    try:
-        rows = [dict(row) if isinstance(row, Mapping) else {column: row} for row in prompts]
-        plain = [to_json_types(row, where=f"prompts[{index}]") for index, row in enumerate(rows)]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError("prompts are kept as JSON", got=error, allowed="strings, or dicts of JSON's types") from error
-    for index, line in enumerate(lines):
-        if (wrong := wrong_text(line)) is not None:
-            raise ConfigError(f"prompts[{index}] cannot be written", got=wrong, allowed="Unicode text")
+    rows = [dict(row) if isinstance(row, Mapping) else {column: row} for row in prompts]
+    plain = [to_json_types(row, where=f"prompts[{index}]") for index, row in enumerate(rows)]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
     replace_file(path, "".join(lines).encode())
     tables = config.model_dump()
     tables["prompts"] |= {
