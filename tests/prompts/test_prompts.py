@@ -567,6 +567,24 @@ def test_what_is_left_out_is_told(tokenizer: PreTrainedTokenizerFast, tmp_path: 
     assert re.fullmatch(r"1 rows repeat another \(prompts\.identity .*\), 1 are beyond prompts\.num_train", told)
 
 
+@pytest.mark.parametrize(
+    ("columns", "is_filled"),
+    [
+        ({"question": "q", "answer": "a"}, True),
+        ({"question": "q", "answer": 0}, True),
+        ({"question": "q", "answer": None}, False),
+        ({"question": "q"}, False),
+        ({"answer": "a"}, False),
+        ({"question": "q", "answer": "a", "prompt": None}, False),
+    ],
+)
+def test_whether_a_row_fills_a_template(columns: dict[str, object], is_filled: bool) -> None:
+    template = Template("{prompt} {answer}", field="prompts.reference")
+    assert template.is_filled_by(columns) == is_filled
+    if is_filled:
+        assert template.render(columns) == f"q {columns['answer']}"
+
+
 def test_a_template_writes_no_none(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Neither into prompts nor into what a warm start teaches: it is refused before the run."""
     rows: list[dict[str, object]] = [{"prompt": f"p{n}", "answer": "a" if n else None} for n in range(12)]

@@ -77,6 +77,13 @@ class Template:
     def columns(self) -> set[str]:
         return {name for _, name in self._pieces if name is not None}
 
+    def is_filled_by(self, columns: Mapping[str, Any]) -> bool:
+        """Whether there is something in every column that `render` takes."""
+        known = {name for name, value in columns.items() if value is not None}
+        if PROMPT not in columns and "question" in known:
+            known.add(PROMPT)
+        return self.columns <= known
+
     def render(self, columns: Mapping[str, Any], *, where: str = "") -> str:
         """The text with every placeholder replaced by `str` of its column; ConfigError on an unknown or empty one.
 

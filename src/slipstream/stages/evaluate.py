@@ -132,7 +132,7 @@ def start_of(config: RunConfig, run_dir: Path) -> Path:
 def _references(reference: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion] | None:
     """Return one reference per prompt; None where some prompt has none."""
     template = Template(reference, field="prompts.reference")
-    if any({"answer": one.answer, **one.columns}.get(name) is None for one in prompts for name in template.columns):
+    if not all(template.is_filled_by({"answer": one.answer, **one.columns}) for one in prompts):
         return None
     return reference_completions(reference, prompts, tokenizer)
 
