@@ -824,3 +824,32 @@ def test_a_line_break_that_toml_has_not_read_is_told_before_the_run(
     told = capsys.readouterr().out
     assert ("two characters" in told) == (fields is not None)
     assert fields is None or rf"WARNING: \n or \t in {fields} is two characters" in told
+
+
+@pytest.mark.parametrize("num_prompts", [4, 16])
+def test_a_reference_that_a_row_lacks_is_told_before_the_first_stage(tmp_path: Path, num_prompts: int) -> None:
+    """Where the stage `preferences` comes to that row; sampling for it may take hours."""
+    rows: list[dict[str, object]] = [
+        {"prompt": f"{n:02}", "summary": "a" if n not in (9, 10) else None} for n in range(20)
+    ]
+    tables: dict[str, Any] = {
+        "stages": ["sft", "preferences", "reward_model", "rl"],
+        "model": {"path": "stage:sft"},
+        "prompts": {"tasks": [], "dataset": write_rows(tmp_path / "a.jsonl", rows), "num_eval": 1, "num_train": 19}
+        | {"template": "{question}", "reference": "{summary}"},
+        "sft": {"dataset": write_rows(tmp_path / "b.jsonl", [{"prompt": "1", "completion": "a"}] * 9)},
+        "preferences": {"num_prompts": num_prompts, "with_reference": True, "samples_per_prompt": 2},
+        "reward_model": {"normalise": "none"},
+        "rewards": {"terms": [], "models": [{"path": "stage:reward_model"}]},
+        "gold": {"terms": [{"function": "length"}]},
+        "warm_start": {"steps": 0},
+        "eval": {"num_prompts": 1},
+    }
+    config = resolve("quickstart", tables)
+    if num_prompts < 9:
+        check_data(config, tmp_path, FromPython())
+        return
+    with pytest.raises(
+        ConfigError, match=r"(?s)prompts\.reference names a column in which.*the prompt '(09|10)'.*summary = null"
+    ):
+        check_data(config, tmp_path, FromPython())
