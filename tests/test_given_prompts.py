@@ -69,6 +69,16 @@ def test_all_rows_are_trained_on_unless_a_number_is_named(tmp_path: Path) -> Non
     assert api._kept((resolve(RECIPE), {})) == {}
 
 
+@pytest.mark.parametrize("config", ["quickstart", RECIPE])
+def test_rows_of_one_text_beside_a_recipe_of_tasks(config: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "Count.", "target": n} for n in range(20)]
+    over = {"prompts": {"identity": "row"}, "warm_start.steps": 0, "prompts.template": "{question}"}
+    resolved = api._with_prompts(api._resolved(config, over, None, rows), rows, tmp_path, {})
+    prompts = build_prompts(resolved, CharTokenizer())
+    assert sorted(one.columns["target"] for one in prompts.all) == list(range(20))
+    assert len(prompts.eval) == 2
+
+
 def test_rows_of_pandas_and_numpy(tmp_path: Path) -> None:
     """Numbers unboxed, arrays as lists, and nothing where a table has NaN for an answer."""
     rows = [{"prompt": f"p{i}", "answer": [np.float64("nan"), "a"][i % 2], "tests": np.array([i, 2])} for i in range(8)]

@@ -103,14 +103,11 @@ class _Collector:
 
     def hold_out(self, prompts: Iterable[Prompt]) -> None:
         """Take none of these for training, in their own words or in those of the training data's template."""
-        by_row = self.encoder.tells_rows
-        self.held_out = {
-            held for prompt in prompts for held in ([prompt.prompt_id] if by_row else _ids(prompt, self.encoder))
-        }
+        self.held_out = {held for prompt in prompts for held in _ids(prompt, self.encoder)}
 
     def holds_out(self, key: str, row: PromptRow) -> bool:
         """Tell whether a row of the training data is held out, with its system message or without."""
-        if id_of(key) in self.held_out or row.messages is None or self.encoder.tells_rows:
+        if id_of(key) in self.held_out or row.messages is None:
             return id_of(key) in self.held_out
         return id_of(row_key(row.text, without_system(row.messages))) in self.held_out
 
@@ -293,7 +290,7 @@ def _overlap(
 ) -> int:
     if not sets:
         return count_overlap(train, held_out, by_row=encoder.tells_rows)
-    return count_overlap(train, chain.from_iterable(sets.values()), encoder, by_row=encoder.tells_rows)
+    return count_overlap(train, chain.from_iterable(sets.values()), encoder)
 
 
 def _ids(prompt: Prompt, encoder: Encoder | None = None) -> set[str]:
