@@ -297,7 +297,7 @@ def _run(
         check_data(config, run_dir, given)
         with lasting_output(run_dir / "logs" / CONSOLE_LOG):
             work = run_rl if config.stages == ["rl"] else run_stages
-            return Result(out=run_dir, summary=work(config, run_dir, given))
+            return Result(out=run_dir, summary=work(config, run_dir.absolute(), given))
 
 
 def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
@@ -308,7 +308,7 @@ def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
     _check(config, given)
     with holding(run_dir), lasting_output(run_dir / "logs" / CONSOLE_LOG):
         work = resume_rl if config.stages == ["rl"] else run_stages
-        return Result(out=run_dir, summary=work(config, run_dir, given))
+        return Result(out=run_dir, summary=work(config, run_dir.absolute(), given))
 
 
 def _check(config: RunConfig, given: FromPython) -> None:

@@ -19,10 +19,11 @@ from slipstream.core.service_messages import NUM_SHOWN, Counters, EvalScored
 from slipstream.core.types import EpisodeRecord, StartGroup, StepDone, Stop
 from slipstream.observe.metrics import LEAST_S, flatten
 from slipstream.observe.samples import Sample, read_samples, write_samples
-from slipstream.observe.summary import EpisodeCounts, JudgeCounts
+from slipstream.observe.summary import EpisodeCounts, JudgeCounts, read_summary, write_summary
+from slipstream.observe.trackers import Trackers
 from slipstream.observe.transcript import TranscriptPart
 from slipstream.prompts import PromptReport
-from slipstream.stages.rl import FromPython, _tally
+from slipstream.stages.rl import FromPython, _conclude, _tally
 
 
 def begin(tally: Tally, at_s: float) -> None:
@@ -178,6 +179,28 @@ def test_a_step_too_short_to_be_timed_has_no_rate(tmp_path: Path, step_s: float,
     assert metrics.get("trained_tokens_per_s") == (320.0 if is_told else None)
     assert metrics.get("generated_tokens_per_s") == (30668.0 if is_told else None)
     assert rates.trained_tokens_per_s == (320.0 if is_told else None)
+
+
+def test_a_summary_in_a_hurry_reads_no_more_than_it_may(tmp_path: Path) -> None:
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=VirtualClock())
+    line = msgspec.json.encode(Decision(0, 60.0, Stop(), [])) + b"\n"
+    (tmp_path / "events.jsonl").write_bytes(line)
+    begin(tally, 60.0)
+    tally.ended_s = 61.0
+    hurried = tally.summary(tmp_path, most_bytes=len(line) - 1)
+    assert (hurried.accounting, hurried.balance, hurried.model_share) == ({}, None, None)
+    assert tally.summary(tmp_path, most_bytes=len(line)).balance is not None
+    write_summary(hurried, tmp_path / "summary.json")
+    assert read_summary(tmp_path / "summary.json") == hurried
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_an_attempt_that_is_followed_by_another_is_not_drawn(tmp_path: Path, *, is_followed: bool) -> None:
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=VirtualClock())
+    tally.status, tally.error, tally.ended_s = "failed", "trainer was lost", 1.0
+    _conclude(tally, tmp_path, None, Trackers([], note=print, deadline_s=0.0), is_followed=is_followed)
+    assert read_summary(tmp_path / "summary.json").error == "trainer was lost"
+    assert (tmp_path / "timeline.json").exists() is not is_followed
 
 
 def test_an_actor_critics_rates_are_left_out_alike() -> None:

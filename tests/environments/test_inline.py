@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import hosted_environments
 import pytest
 from drive import GENEROUS_S, asked, opened, text, wait_for
 
@@ -23,9 +24,7 @@ LIMIT_S = 7.0
 
 
 @pytest.mark.parametrize("name", ["Careless", "AsyncHostile"])
-def test_after_eight_that_hang_none_is_opened(
-    make_inline: MakePool, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_eight_hang_none_is_opened(make_inline: MakePool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread each, or the loop that all share."""
     monkeypatch.setattr("slipstream.environments.inline._JOIN_S", 0.1)
     clock = VirtualClock()
@@ -42,13 +41,15 @@ def test_after_eight_that_hang_none_is_opened(
         assert isinstance(one, Lost)
         assert one.is_guilty
     [one] = opened(pool, ["a"], 1, name="n").values()
-    assert one == Lost("a", "environments hung 8 times, and none is opened again", is_guilty=True)
+    assert one == Lost("a", "environments hang in 8 calls, and none is opened meanwhile", is_guilty=True)
     assert pool.num_open == 0
+    hosted_environments.RELEASED.set()
+    assert all(returned.wait(GENEROUS_S) for returned in pool._abandoned)
+    assert isinstance(opened(pool, ["a"], 1, name="n")["a"], Said)
+    assert pool.num_restarts == 8
 
 
 def test_what_is_open_at_the_end_is_closed(make_inline: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hosted_environments
-
     closed: list[str] = []
     monkeypatch.setattr(hosted_environments.Diary, "close", lambda self: closed.append(self.name), raising=False)
     pool = make_inline("Diary", "AsyncDiary")

@@ -28,6 +28,7 @@ from slipstream.models.device import take_share
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import num_parameters
 from slipstream.plan.one_gpu import costs_of, critic_bytes, generator_bytes, trainer_bytes, with_shares
+from slipstream.stages.chain import check_stages
 from slipstream.trainer.critic_executor import CriticModel
 from slipstream.trainer.policy import Policy
 
@@ -69,6 +70,19 @@ def test_shares_are_chosen_where_both_sides_share_a_gpu_and_said_in_one_line(gpu
     assert trainer_bytes(config, shape).total <= trainer * 24e9
     assert generator_bytes(config, shape, all_slots=True).total <= 0.85 * generator * 24e9
     assert with_shares(shared) == (shared, None), "what is chosen passes its own check"
+
+
+def test_prompts_without_a_limit_are_planned_when_they_are_read(gpus: Any) -> None:
+    """A model has far more positions than most data: with prompts as long as that this one takes several GPUs."""
+    gpus(1, 24)
+    model, prompts = LARGE | {"max_positions": 131072}, {"max_prompt_tokens": None}
+    config = config_of({"microbatch_tokens": 2048}, model=model, prompts=prompts)
+    with pytest.raises(ConfigError, match="do not fit one GPU together"):
+        with_shares(config)
+    check_stages(config)
+    with pytest.raises(ConfigError, match="do not fit one GPU together") as refused:
+        check_stages(config_of(model=model, prompts={"max_prompt_tokens": 130000}))
+    assert "prompts.max_prompt_tokens" in str(refused.value)
 
 
 def test_without_a_shared_gpu_all_is_as_it_was(gpus: Any) -> None:

@@ -279,7 +279,7 @@ def test_threads_that_hang_are_replaced_and_others_go_on() -> None:
         assert scorer.num_restarts == 2
 
 
-def test_after_eight_that_hung_no_call_begins_but_one_in_another_thread_may_hang() -> None:
+def test_while_eight_hang_no_call_begins_but_one_in_another_thread_may_hang() -> None:
     """Two threads, in turn overdue each second: when the eighth is, the ninth has begun."""
     clock, release = VirtualClock(), threading.Event()
 
@@ -302,9 +302,38 @@ def test_after_eight_that_hung_no_call_begins_but_one_in_another_thread_may_hang
         assert scorer.next_deadline_s() is None
         failures = {one.job_id: one.failure for one in done}
         assert [failures[i] for i in range(9)] == ["f: timed out after 2 s"] * 9
-        again = "the reward function hung 8 times and is not called again"
-        assert [failures[i] for i in range(9, 12)] == [again] * 3
+        meanwhile = "the reward function hangs in 8 threads and is not called meanwhile"
+        assert [failures[i] for i in range(9, 12)] == [meanwhile] * 3
         assert scorer.num_restarts == 9
+
+
+def test_while_eight_loops_are_blocked_none_is_begun() -> None:
+    clock, blocks, release = VirtualClock(), threading.Semaphore(0), threading.Event()
+
+    async def score(one: AnyJob) -> list[float | None]:
+        if one.job_id < 8:
+            blocks.release()
+            release.wait(GENEROUS_S)
+        return [1.0]
+
+    with closed(LoopScorer({"f": Seat("f", score, 5.0, 1)}, clock=clock)) as scorer:
+        for i in range(8):
+            scorer.submit(job(i, "a"), "f")
+            scorer.poll()
+            assert blocks.acquire(timeout=GENEROUS_S)
+            clock.advance(5.0)
+            [late] = scorer.poll()
+            assert late.failure == "f: timed out after 5 s"
+            clock.advance(1.0)
+            assert scorer.poll() == []
+        threads = [thread for thread in threading.enumerate() if thread.name == "reward-loop"]
+        scorer.submit(job(8, "a"), "f")
+        assert [one.failure for one in scorer.poll()] == ["f: 8 loops hang, and none is begun meanwhile"]
+        release.set()
+        for thread in threads:
+            thread.join(GENEROUS_S)
+        scorer.submit(job(9, "a"), "f")
+        assert finished(scorer, 1)[9].parts == [1.0]
 
 
 def test_an_answer_after_the_end_goes_nowhere() -> None:

@@ -6,14 +6,6 @@ import heapq
 from collections.abc import Sequence
 
 
-def preset_permutation(num_atoms: int, num_ranks: int) -> list[list[int]]:
-    """Atoms of each rank, fixed before anything is known of their lengths: atom i goes to rank i mod `num_ranks`.
-
-    Magistral: a finished sequence can be handed over at once. Counts differ by at most one.
-    """
-    return [list(range(rank, num_atoms, num_ranks)) for rank in range(num_ranks)]
-
-
 def balanced_permutation(lengths: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Atoms of each rank, ascending, so that token counts are close.
 

@@ -31,7 +31,7 @@ from slipstream.core.types import (
     TrainStep,
 )
 from slipstream.observe import summary as s
-from slipstream.observe.accounting import read_accounting
+from slipstream.observe.accounting import accounting_bytes, read_accounting
 from slipstream.observe.health import ALARMS_FILE, read_alarms, spans
 from slipstream.observe.metrics import rate
 from slipstream.observe.samples import Sample, read_samples, write_samples
@@ -363,11 +363,15 @@ class Tally:
         write_samples(samples, path)
         return samples
 
-    def summary(self, run_dir: Path) -> s.Summary:
-        """Return `summary.json`; accounting is read back from the timelines, so a killed process is in it too."""
+    def summary(self, run_dir: Path, *, most_bytes: int | None = None) -> s.Summary:
+        """Return `summary.json`; accounting is read back from the timelines, so a killed process is in it too.
+
+        It is left out where decisions and timelines have more than `most_bytes`.
+        """
         rl_start_s = self.started_s if self.rl_started_s is None else self.rl_started_s
         rl_s = (self.last_step_s or rl_start_s) - rl_start_s  # 0 where this attempt has finished no step
-        found = read_accounting(run_dir, window_s=(self.started_s, self.ended_s))
+        is_read = most_bytes is None or accounting_bytes(run_dir) <= most_bytes
+        found = read_accounting(run_dir, window_s=(self.started_s, self.ended_s)) if is_read else None
         return s.Summary(
             recipe=self.config.recipe,
             seed=self.config.seed,
@@ -394,10 +398,10 @@ class Tally:
                 histogram=dict(sorted(self.staleness.items())),
                 updates_max=self.staleness_updates_max,
             ),
-            accounting=found.accounting,
-            model_share=model_share(found.accounting),
-            model_cpu_share=found.model_cpu_share,
-            balance=found.balance,
+            accounting=found.accounting if found else {},
+            model_share=model_share(found.accounting) if found else None,
+            model_cpu_share=found.model_cpu_share if found else None,
+            balance=found.balance if found else None,
             callback_s=self.callback_s,
             restarts=dict(self.restarts),
             prompts=s.Prompts(

@@ -83,7 +83,7 @@ class _Lane:
     """A thread for one environment, which some need to be the same for all calls. It is started when it is needed."""
 
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[_Job | None] | None = None
+        self._inbox: queue.SimpleQueue[_Job | Callable[[], None]] | None = None
         self._num_calls = 0
 
     @property
@@ -94,7 +94,7 @@ class _Lane:
         """Return or raise the outcome of `function`, called in the thread after all calls before."""
         loop = asyncio.get_running_loop()
         if self._inbox is None:
-            inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            inbox: queue.SimpleQueue[_Job | Callable[[], None]] = queue.SimpleQueue()
             start_thread(_serve_lane, args=(inbox, loop, self._settle), name="environment")
             self._inbox = inbox
         settled: asyncio.Future[tuple[bool, Any]] = loop.create_future()
@@ -107,10 +107,12 @@ class _Lane:
             raise outcome
         return outcome
 
-    def rest(self) -> None:
-        """End the thread when it has done what it has; the next call starts another."""
-        if self._inbox is not None:
-            self._inbox.put(None)
+    def rest(self, then: Callable[[], None] = lambda: None) -> None:
+        """End the thread with `then` when it has done what it has; the next call starts another."""
+        if self._inbox is None:
+            then()
+        else:
+            self._inbox.put(then)
             self._inbox = None
 
     def _settle(self, settled: asyncio.Future[tuple[bool, Any]], outcome: tuple[bool, Any]) -> None:
@@ -120,24 +122,23 @@ class _Lane:
 
 
 def _serve_lane(
-    inbox: queue.SimpleQueue[_Job | None],
+    inbox: queue.SimpleQueue[_Job | Callable[[], None]],
     loop: asyncio.AbstractEventLoop,
     settle: Callable[[asyncio.Future[tuple[bool, Any]], tuple[bool, Any]], None],
 ) -> None:
-    """Consumes calls, waits for the next one, ends on None or with the loop."""
+    """Consumes calls, waits for the next one, ends with a function that is no call."""
     pid = os.getpid()
-    while (job := inbox.get()) is not None:
+    while isinstance(job := inbox.get(), tuple):
         context, function, settled = job
         try:
             outcome = True, context.run(function)
         except BaseException as error:  # noqa: BLE001 - whatever an environment raises (SystemExit too) is its own
             outcome = False, error
         _end_of_a_copy(pid)
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the end is in the inbox
             loop.call_soon_threadsafe(settle, settled, outcome)
-        except RuntimeError:  # the loop is closed
-            return
         del job, context, function, settled, outcome
+    job()
 
 
 def _end_of_a_copy(pid: int) -> None:
@@ -252,13 +253,15 @@ class EpisodeHost:
             self._send(AskedNetwork(episode))
         return episode is not None
 
-    def forget(self, episode: int) -> None:
-        """Let go of an episode that is stuck: its thread ends when its call returns, and nothing of it is told."""
-        if (hosted := self._episodes.pop(episode, None)) is not None:
-            hosted.lane.rest()
-            self._sessions.close(hosted.key)
-            if hosted.task is not None and hosted.task is not asyncio.current_task(hosted.task.get_loop()):
-                hosted.task.cancel()
+    def forget(self, episode: int, then: Callable[[], None] = lambda: None) -> None:
+        """Let go of an episode that is stuck: when its call returns, its thread ends with `then`. Nothing is told."""
+        if (hosted := self._episodes.pop(episode, None)) is None:
+            then()
+            return
+        hosted.lane.rest(then)
+        self._sessions.close(hosted.key)
+        if hosted.task is not None and hosted.task is not asyncio.current_task(hosted.task.get_loop()):
+            hosted.task.cancel()
 
     async def close(self) -> None:
         """Close all environments, as far as they let themselves be closed in a second."""

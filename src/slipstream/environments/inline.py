@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from slipstream.environments.protocol import MAX_CHARS
 from slipstream.environments.sources import with_tools_found
 from slipstream.jail.protocol import SetupFailed, WorkerReady
 
-_MAX_ABANDONED = 8  # threads and loops that never came back; they cannot be killed
+_MAX_ABANDONED = 8  # threads and loops that have not come back; they cannot be killed
 _JOIN_S = 2.0  # for a loop that is not blocked to end, with environments that close
 
 
@@ -49,7 +50,8 @@ class InlinePool(EpisodePool):
     """`makers` make environments, which run in one loop and in threads of this process.
 
     A call that is late and cannot be cancelled is failed, its thread abandoned (its answer is ignored). An async one
-    that blocks the loop costs all episodes, and the loop is abandoned. After 8 of either no environment is opened.
+    that blocks the loop costs all episodes, and the loop is abandoned. While 8 of them have not come back no
+    environment is opened.
     While it is open, an agent's requests to this process pass by the proxies that the environment names.
     """
 
@@ -67,6 +69,8 @@ class InlinePool(EpisodePool):
         self._request_limit_s = request_limit_s
         agents = [index for index, make in enumerate(self._makers) if isinstance(make, AgentMaker)]
         self._open = contextlib.ExitStack()
+        self._host: _Thread | None = None
+        self._abandoned: list[threading.Event] = []
         if agents:
             self._open.enter_context(_past_proxies())
         super().__init__(
@@ -82,19 +86,23 @@ class InlinePool(EpisodePool):
 
     @property
     def _closed_because(self) -> str | None:
-        hung = f"environments hung {self.num_restarts} times, and none is opened again"
-        return hung if self.num_restarts >= _MAX_ABANDONED else None
+        self._abandoned = [returned for returned in self._abandoned if not returned.is_set()]
+        hang = f"environments hang in {len(self._abandoned)} calls, and none is opened meanwhile"
+        return hang if len(self._abandoned) >= _MAX_ABANDONED else None
 
     def close(self) -> None:
         super().close()
         self._open.close()
 
     def _start_host(self) -> HostLink:
-        return _Thread(self._makers, self._step_limit_s, self._max_chars, self._request_limit_s)
+        if self._host is not None:  # it has been closed
+            self._abandoned.append(self._host.is_over)
+        self._host = _Thread(self._makers, self._step_limit_s, self._max_chars, self._request_limit_s)
+        return self._host
 
     def _abandons(self, host: HostLink, episode: int) -> bool:
         assert isinstance(host, _Thread)
-        host.forget(episode)
+        self._abandoned.append(host.forget(episode))
         return True
 
 
@@ -106,6 +114,7 @@ class _Thread:
     ) -> None:
         self.failure: str | None = None
         self.has_unsent = False
+        self.is_over = threading.Event()
         self._decoder = msgspec.msgpack.Decoder(FromHost, strict=True)
         self._said: Mailbox[bytes] = Mailbox()
         self._loop = asyncio.new_event_loop()
@@ -127,8 +136,11 @@ class _Thread:
     def receive(self) -> list[FromHost]:
         return [self._decoder.decode(body) for body in self._said.take()]
 
-    def forget(self, episode: int) -> None:
-        self._loop.call_soon_threadsafe(self._host.forget, episode)
+    def forget(self, episode: int) -> threading.Event:
+        """Let go of an episode. The event is set when its call has come back."""
+        returned = threading.Event()
+        self._loop.call_soon_threadsafe(self._host.forget, episode, returned.set)
+        return returned
 
     def close(self) -> None:
         """End the loop, if it lets itself be ended; its threads end when their calls return."""
@@ -166,3 +178,4 @@ class _Thread:
             self._loop.run_until_complete(asyncio.wait(left, timeout=1.0) if left else asyncio.sleep(0))
             self._loop.run_until_complete(asyncio.sleep(0))  # the connections that they have closed
         self._loop.close()
+        self.is_over.set()

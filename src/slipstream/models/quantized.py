@@ -35,6 +35,7 @@ from slipstream.models.compute_copy import ComputeCopy
 from slipstream.models.linear import Linear
 from slipstream.models.lora import precision_of, shapes_of
 from slipstream.models.mxfp4 import BLOCK, MXFP4, block_scales, expanded, num_blocks, num_bytes, rounded
+from slipstream.models.packed import rounded_up
 from slipstream.models.shards import Part, local_parts, local_tensor
 from slipstream.models.tensor_parallel import TensorParallel
 from slipstream.models.transformer import Transformer
@@ -173,10 +174,10 @@ class WeightLayout:
             has_scales = dtype in LARGEST or dtype == MXFP4
             stored = Stored(name, dtype, shape, end, end if has_scales else None)
             if has_scales:
-                stored = replace(stored, start=_round_up(end + stored.scales_bytes, alignment))
+                stored = replace(stored, start=rounded_up(end + stored.scales_bytes, alignment))
             if stored.is_mxfp4 and isinstance(model.ranks, TensorParallel):
                 _check_blocks(stored)
-            end = _round_up(stored.end, alignment)
+            end = rounded_up(stored.end, alignment)
             self.stored.append(stored)
         self.num_bytes = end
         self._parts = [] if is_base else local_parts(model)
@@ -405,7 +406,3 @@ def _row(
 ) -> tuple[int, ...]:
     fill = _DIMENSIONS - len(start)
     return (number, offset, *start, *[0] * fill, *stop, *[1] * fill, *strides, *[0] * fill)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

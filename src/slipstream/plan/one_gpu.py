@@ -33,7 +33,10 @@ DIVIDED = 0.95
 """Share of a GPU that is divided where no shares are given: CUDA's contexts take the rest, outside of any share."""
 
 _GENERATOR_HINT = "lower generator.num_slots or eval.num_slots, generator.max_new_tokens or prompts.max_prompt_tokens"
-_TRAINER_HINT = "trainer.offload_moments = true, trainer.recompute = true, or a lower trainer.microbatch_tokens"
+_TRAINER_HINT = (
+    "trainer.offload_moments = true, trainer.recompute = true, or a lower trainer.microbatch_tokens or "
+    "prompts.max_prompt_tokens"
+)
 _CRITIC_HINT = "; or the critic inside the trainer: critic.executor = 'trainer'"
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.core.types import Swapped
+from slipstream.generator.arrangement import round_up
 from slipstream.plan.event_loop import CoreJob, Cores, EventLoop
 from slipstream.plan.simulated_run import Costs, GroupWork, SimulatedSetup, SimulatedTurn
 
@@ -185,7 +186,7 @@ class SimulatedEngine:
             wanted = self.slots - num_rows + -(-self.slots // ROWS_PER_REQUEST_AHEAD)
             has_prefilled = self._prefill(wanted, ahead, is_alone=False)
         steps = 1 if has_prefilled else self.live[0][0] - self.steps
-        rows = _round_up(num_rows, self.setup.row_multiple)
+        rows = round_up(num_rows, self.setup.row_multiple)
         first_s, growth_s = self.costs.decode(self.replica, rows, self.context), 0.0
         if steps > 1:
             last_s = self.costs.decode(self.replica, rows, self.context + (steps - 1) * num_rows)
@@ -265,7 +266,7 @@ class SimulatedEngine:
                 if budget >= 0 or not any(tokens.values()):
                     entry.num_stored += chunk
                     state = "re_prefill" if entry.has_begun else "prefill"
-                    tokens[state] += _round_up(chunk, self.setup.row_multiple)
+                    tokens[state] += round_up(chunk, self.setup.row_multiple)
             if entry.is_stored:
                 num_ready += len(entry.rows)
         ahead |= {state: self.costs.prefill(self.replica, count, is_alone) for state, count in tokens.items() if count}
@@ -296,10 +297,6 @@ class SimulatedEngine:
         self._num_starts += 1
         heapq.heappush(self.live, (self.steps + row.length - row.done, self._num_starts, row))
         self.context += row.prompt_tokens + row.done
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def swapped(replica: int, version: int) -> Swapped:

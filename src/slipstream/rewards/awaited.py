@@ -64,6 +64,7 @@ class LoopScorer:
         self._answers: Mailbox[tuple[_Handed, ScoredJob]] = Mailbox()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked_s: float | None = None  # since when the loop has been asked to turn
+        self._abandoned: list[threading.Thread] = []  # of loops that have not come back
         self.num_restarts = 0
 
     @property
@@ -84,9 +85,10 @@ class LoopScorer:
             self._ask_to_cancel(turn, now_s)
         if self._asked_s is not None and now_s >= self._asked_s + _STUCK_S:
             self._abandon()
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         for place, waiting in self._waiting.items():
-            while waiting and self.num_restarts >= MAX_ABANDONED:
-                failure = f"{self._seats[place].name}: the loop hung {self.num_restarts} times and is not used again"
+            while waiting and len(self._abandoned) >= MAX_ABANDONED:
+                failure = f"{self._seats[place].name}: {len(self._abandoned)} loops hang, and none is begun meanwhile"
                 done.append(ScoredJob(waiting.popleft().job_id, [], failure))
             while waiting and self._has_room(place):
                 self._hand_over(place, waiting.popleft())
@@ -165,6 +167,7 @@ class LoopScorer:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = self._asked_s = None
+        self._abandoned.append(self._thread)
         self.num_restarts += 1
         for turn in list(self._open.values()):
             self._close_turn(turn)

@@ -14,7 +14,7 @@ from slipstream.rewards.calls import Scoring, answer
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob
 
-MAX_ABANDONED = 8  # threads that never came back; a thread cannot be killed
+MAX_ABANDONED = 8  # threads that have not come back; a thread cannot be killed
 
 
 @dataclass(eq=False)
@@ -32,8 +32,8 @@ class CallableScorer:
     """Scores with `terms`, the caller's functions, in `num_threads` daemon threads, each one job at a time.
 
     Its methods are those of `ScoringPool`. A job that takes longer than `timeout_s` is failed, its thread abandoned
-    (its answer is ignored) and a new one started; after 8 abandoned threads every further job fails at once. Jobs in
-    other threads by then go on, so that at most `8 + num_threads - 1` threads are abandoned.
+    (its answer is ignored) and a new one started; while 8 abandoned threads have not come back, every further job fails
+    at once. Jobs in other threads by then go on, so that at most `8 + num_threads - 1` are abandoned at a time.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class CallableScorer:
         self._waiting: deque[AnyJob] = deque()
         self._answers: Mailbox[tuple[_FunctionThread, ScoredJob]] = Mailbox()
         self._lanes: list[_FunctionThread] = []
+        self._stuck: set[_FunctionThread] = set()
         self.num_restarts = 0
 
     def submit(self, job: AnyJob) -> None:
@@ -58,15 +59,17 @@ class CallableScorer:
             if not lane.is_abandoned:
                 done.append(scored)
                 lane.job = None
+            self._stuck.discard(lane)
         now_s = self._clock.now_s()
         for lane in [lane for lane in self._lanes if lane.job is not None and now_s >= lane.deadline_s]:
             assert lane.job is not None
             done.append(ScoredJob(lane.job.job_id, [], f"{lane.reached}: timed out after {self._timeout_s:g} s"))
             lane.is_abandoned = True
             self._lanes.remove(lane)
+            self._stuck.add(lane)
             self.num_restarts += 1
-        while self._waiting and self.num_restarts >= MAX_ABANDONED:
-            failure = f"the reward function hung {self.num_restarts} times and is not called again"
+        while self._waiting and len(self._stuck) >= MAX_ABANDONED:
+            failure = f"the reward function hangs in {len(self._stuck)} threads and is not called meanwhile"
             done.append(ScoredJob(self._waiting.popleft().job_id, [], failure))
         while self._waiting and (free := self._free()) is not None:
             self._hand_over(free, self._waiting.popleft())

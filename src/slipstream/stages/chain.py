@@ -69,7 +69,9 @@ def check_stages(
         if config.computes_on_gpu:
             from slipstream.plan.one_gpu import with_shares
 
-            with_shares(config, remote=remote)
+            known = config.prompts.max_prompt_tokens or 1  # it is asked again when prompts are read
+            prompts = config.prompts.model_copy(update={"max_prompt_tokens": known})
+            with_shares(config.model_copy(update={"prompts": prompts}), remote=remote)
     else:
         check_model_path(config)
         check_remote(config, remote)

@@ -64,6 +64,7 @@ from slipstream.trainer.checkpoint_folder import FORMATS, Found, newest_first, n
 from slipstream.trainer.optim import lr_factor
 
 ENDED = ("done", "interrupted")  # as the controller leaves a run that it has saved
+QUICK_BYTES = 1 << 25  # of decisions and timelines: what is read in a second or two
 log = logging.getLogger(__name__)
 
 
@@ -144,7 +145,7 @@ def _attempts(
     restarts = Restarts(config.max_restarts, WallClock())
     while True:
         try:
-            return _attempt(config, run_dir, given, restarts.counts, resumed, prepared, callbacks)
+            return _attempt(config, run_dir, given, restarts, resumed, prepared, callbacks)
         except ExecutorLost as error:
             if callbacks.error is not None:
                 raise callbacks.error from error
@@ -158,6 +159,9 @@ def _attempts(
         except KeyboardInterrupt:
             _mark_interrupted(run_dir)
             tell(config, given, [given.how_to_go_on(run_dir)])
+            with contextlib.suppress(DiskError):
+                merge_timelines(run_dir)
+                _draw(run_dir)
             raise
         resumed, prepared = prepare_resume(run_dir, _newest_checkpoint(run_dir)), None
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
@@ -168,7 +172,7 @@ def _attempt(
     config: RunConfig,
     run_dir: Path,
     given: FromPython,
-    restarts: Counter[str],
+    restarts: Restarts,
     resumed: Resumed | None,
     prepared: tuple[RunInput, PromptSet] | None,
     callbacks: Callbacks,
@@ -184,7 +188,8 @@ def _attempt(
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
-    tally = _tally(config, run_dir, given, restarts, report, cut)
+        work.prompt_of(min([*cut.schedule.readmit, cut.schedule.next_ordinal]))  # a stream is read up to there
+    tally = _tally(config, run_dir, given, restarts.counts, report, cut)
     screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     _tell_of_prompts(report, screen)
@@ -208,9 +213,10 @@ def _attempt(
             callbacks=callbacks,
         )
 
-        def conclude() -> Summary:
+        def conclude(error: BaseException | None = None) -> Summary:
             folder.check()
-            return _conclude(tally, run_dir, screen, trackers)
+            is_lost = isinstance(error, ExecutorLost) and restarts.left(error.executor) > 0
+            return _conclude(tally, run_dir, screen, trackers, is_followed=is_lost and callbacks.error is None)
 
         tally.status = "failed"  # until the controller says otherwise
         try:
@@ -249,7 +255,10 @@ def _tell_of_prompts(report: PromptReport, screen: Screen | None) -> None:
 def _end_at_once(
     interrupted: Interrupted, tally: Tally, folder: HeldFolder, how_to_go_on: str, note: Callable[[str], None]
 ) -> None:
-    """Say what a run that is ended at once has saved, and write its summary: if it has a folder, and the disk room."""
+    """Say what a run that is ended at once has saved, and write its summary: if it has a folder, and the disk room.
+
+    Whoever ends it may wait for a few seconds only, so the summary is without what takes longer to read.
+    """
     saved = "all is saved; page, trackers, callbacks may lack the end"
     is_saved = tally.status in ENDED
     note(f"{interrupted}: ended at once, {saved if is_saved else 'without a checkpoint of the present step'}")
@@ -257,7 +266,7 @@ def _end_at_once(
         tally.status = "interrupted"
     with contextlib.suppress(DiskError):
         folder.check()
-        write_summary(tally.summary(folder.path), folder.path / "summary.json")
+        write_summary(tally.summary(folder.path, most_bytes=QUICK_BYTES), folder.path / "summary.json")
     if tally.status != "done":
         note(how_to_go_on)
 
@@ -291,7 +300,7 @@ def _tally(
     return tally
 
 
-def _run_and_conclude(controller: Controller, conclude: Callable[[], Summary]) -> dict[str, Any]:
+def _run_and_conclude(controller: Controller, conclude: Callable[[BaseException | None], Summary]) -> dict[str, Any]:
     try:
         controller.run()
     except Interrupted:
@@ -299,9 +308,9 @@ def _run_and_conclude(controller: Controller, conclude: Callable[[], Summary]) -
     except BaseException as error:
         controller.tally.error = reason(error)
         with contextlib.suppress(DiskError):  # a full disk has already been told of, by whoever met it first
-            conclude()
+            conclude(error)
         raise
-    told: dict[str, Any] = msgspec.to_builtins(conclude(), str_keys=True)
+    told: dict[str, Any] = msgspec.to_builtins(conclude(None), str_keys=True)
     return told
 
 
@@ -336,13 +345,17 @@ def _admissible(config: RunConfig, resumed: Resumed) -> dict[int, tuple[Unfinish
     }
 
 
-def _conclude(tally: Tally, run_dir: Path, screen: Screen | None, trackers: Trackers) -> Summary:
-    """Write summary, samples, timeline and report of what there was. The summary says that a run is done."""
-    summary = tally.summary(run_dir)
+def _conclude(tally: Tally, run_dir: Path, screen: Screen | None, trackers: Trackers, *, is_followed: bool) -> Summary:
+    """Write summary, samples, timeline and report of what there was. The summary says that a run is done.
+
+    An attempt that `is_followed` by another one holds it up as little as can be: no long record is read.
+    """
+    summary = tally.summary(run_dir, most_bytes=QUICK_BYTES if is_followed else None)
     samples = tally.write_samples(run_dir)
-    merge_timelines(run_dir)
     write_summary(summary, run_dir / "summary.json")
-    _draw(run_dir)
+    if not is_followed:
+        merge_timelines(run_dir)
+        _draw(run_dir)
     trackers.end(summary.status, flatten(msgspec.to_builtins(summary, str_keys=True)))
     if screen is not None:
         screen.finished(samples, summary)
