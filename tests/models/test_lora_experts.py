@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from test_lora import InFloat64, losses_and_gradients, ours_of, wrapped
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
+from slipstream.core.recipes import resolve
 from slipstream.models.hf import load_model, save_model
 from slipstream.models.lora import AdaptedExperts, base_of, linear_layers, merged
 from slipstream.models.peft import ADAPTER_WEIGHTS, PREFIX, save_adapter, with_adapters
+from slipstream.models.preflight import check_policy
 from slipstream.models.shards import base_digest, local_parts
+from slipstream.models.tokenizer import char_tokenizer
 from slipstream.models.transformer import rope_tables
 
 pytestmark = [
@@ -121,6 +125,20 @@ def test_adapters_of_experts_that_do_not_fit_are_refused(change, told, checkpoin
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ConfigError, match=told):
         load_model(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_ranks_that_a_gpu_does_not_multiply_are_refused_of_a_finished_adapter_too(rank, checkpoint, tmp_path):
+    folder = checkpoint("qwen3_moe")[1]
+    model = with_adapters(load_model(folder), LoraConfig(rank=rank, targets=["gate_up_proj", "down_proj"]), seed=0)
+    words = [chr(0x4E00 + number) for number in range(model.config.vocab_size - 3)]
+    tokenizer = char_tokenizer("".join(words))
+    save_adapter(model, tmp_path / "adapter", base=folder, digest=base_digest(model), tokenizer=tokenizer)
+    here = {"model": {"path": str(tmp_path / "adapter")}, "prompts": {"max_prompt_tokens": 16}}
+    check_policy(resolve("quickstart", here))
+    there = here | {name: {"device": "cuda", "precision": "bfloat16"} for name in ("trainer", "generator")}
+    with pytest.raises(ConfigError, match="multiple of what grouped products") if rank == 2 else nullcontext():
+        check_policy(resolve("quickstart", there))
 
 
 def test_adapters_of_other_experts_are_refused(checkpoint, tmp_path):

@@ -50,6 +50,8 @@ def check_policy(config: RunConfig, *, is_sampled: bool = True) -> TransformerCo
     else:
         shape = checked
         check_vocabulary(tokenizer, shape, Path(path))
+        if is_adapter(Path(path)):
+            _check_ranks(config, stored_shapes(Path(path), shape))
     if config.generator.routing_replay and (config.environment.is_set or not shape.num_experts):
         raise ConfigError(
             "routing is replayed for completions of mixtures of experts",
