@@ -10,12 +10,13 @@ from slipstream.core.spans import NoSpans
 
 
 class Heard(NoSpans):
-    """`spans`: (state, arguments) as they were opened; `work`: state -> pieces and units done in it; `idle`."""
+    """`spans`: (state, arguments) as they were opened; `work`: state -> pieces and units done in it; and more."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, dict[str, Any]]] = []
         self.work: dict[str, tuple[int, int]] = {}
         self.instants: list[tuple[str, dict[str, Any]]] = []
+        self.counters: list[tuple[str, dict[str, float]]] = []
         self.idle = "idle"
         self._open: list[str] = []
 
@@ -32,6 +33,9 @@ class Heard(NoSpans):
 
     def instant(self, name: str, **args: Any) -> None:
         self.instants.append((name, args))
+
+    def counter(self, name: str, **values: float) -> None:
+        self.counters.append((name, values))
 
     def set_idle_state(self, state: str) -> None:
         self.idle = state

@@ -48,6 +48,27 @@ def test_late_duplicates_of_taken_groups_are_dropped():
     assert len(buffer) == 0
 
 
+def test_what_a_resumed_run_has_taken_is_known_in_little_room():
+    """The checkpoint owed groups 1000 and 1003; those below and between were trained before it."""
+    buffer = GroupBuffer(1)
+    ordinals = [1003, 1000, *range(1005, 3000), 1004]
+    for ordinal in ordinals:
+        buffer.add(rollout(ordinal, 0))
+        buffer.take([ordinal])
+    assert not any(buffer.add(rollout(ordinal, 0)) for ordinal in ordinals)
+    assert len(buffer._retired) == 4
+
+
+@given(order=st.permutations(range(12)), count=st.integers(0, 12))
+def test_in_whatever_order_groups_are_taken_just_they_are_known(order, count):
+    buffer = GroupBuffer(1, expects=lambda ordinal, sample: ordinal % 5 > 0)
+    buffer.take([ordinal for ordinal in order[:count] if ordinal % 5 == 0] * 2)  # of these nothing comes here
+    for ordinal in [ordinal for ordinal in order[:count] if ordinal % 5]:
+        buffer.add(rollout(ordinal, 0))
+        buffer.take([ordinal])
+    assert [ordinal for ordinal in range(12) if buffer._is_retired(ordinal)] == sorted(order[:count])
+
+
 def test_the_first_of_two_equal_rollouts_wins():
     buffer = GroupBuffer(2)
     buffer.add(rollout(0, 0, reward=1.0))

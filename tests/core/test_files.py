@@ -68,3 +68,8 @@ def test_an_endless_line_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="longer than 10"):
         next(lines)
     assert list(read_lines(io.BytesIO(b"012345678\nab\ntorn"))) == [b"012345678\n", b"ab\n", b"torn"]
+
+
+def test_a_line_that_lists_millions_of_groups_is_read() -> None:
+    line = b"1234567," * 9_000_000 + b"\n"
+    assert [len(one) for one in read_lines(io.BytesIO(line))] == [len(line)]

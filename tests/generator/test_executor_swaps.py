@@ -263,6 +263,18 @@ def test_tokens_of_unfinished_completions_are_counted_where_they_were_sampled(at
     assert found == [(6, 6, -1), (10, 8, 3)]
 
 
+def test_the_timeline_has_a_count_of_tokens_once_while_it_stays_the_same(at: Path) -> None:
+    node = Node(at, weight_update="in_flight", max_staleness=2)
+    clock = node.generator.context.clock
+    assert isinstance(clock, VirtualClock)
+    for count in (0, 0, 0, 7, 7, 7, 9):
+        node.engine.num_re_prefilled = count
+        clock.advance(1.0)
+        node.steps(1)
+    assert [values for _, values in node.spans.counters] == [{"re_prefilled_tokens": n} for n in (0, 7, 9)]
+    assert sum(isinstance(message, Counters) for message in node.events.messages) == 7
+
+
 @pytest.mark.parametrize("is_draining", [False, True], ids=["before the version", "while it drains"])
 def test_between_batches_a_completion_that_was_begun_elsewhere_has_one_version(at: Path, is_draining: bool) -> None:
     """A restore brings more of them than there are rows: a version waits for those that wait, but for nothing new."""

@@ -12,7 +12,7 @@ from written import EVENTS, began
 from slipstream.core.clock import VirtualClock
 from slipstream.observe.attempts import read_attempts
 from slipstream.observe.chrome_trace import SNAP_NS, merge_timelines
-from slipstream.observe.group_flow import read_group_flow
+from slipstream.observe.group_flow import MAX_POINTS, read_group_flow
 from slipstream.observe.timeline import Timeline, timeline_path
 
 MS = 1_000_000
@@ -353,6 +353,34 @@ def test_of_too_many_groups_every_second_or_fourth_ordinal_has_arrows(tmp_path: 
     whole = load_trace(merge_timelines(tmp_path))
     assert len([name for name in arrows(whole) if "group" in name]) == 11
     assert whole["otherData"]["groups with arrows"] == "all"
+
+
+def test_of_too_many_swaps_those_of_every_second_or_fourth_version_are_drawn(tmp_path: Path):
+    write_loop(tmp_path)
+    published = [a_slice("publish", 10 * i, 10 * i + 1, version=i) for i in range(12)]
+    write_lines(tmp_path / "timeline" / "trainer.jsonl", [*published, a_slice("collate", 200, 290)])
+    for replica in range(2):
+        swaps = [a_slice("swap", 10 * i + 2, 10 * i + 3, version=i) for i in range(12)]
+        write_lines(tmp_path / "timeline" / f"generator-{replica}.jsonl", [*swaps, a_slice("decode", 200, 290)])
+    trace = load_trace(merge_timelines(tmp_path, max_slices=3, max_swaps=7))
+    assert sorted(name.split()[1] for name in arrows(trace) if "version" in name) == ["0", "0", "4", "4", "8", "8"]
+    assert trace["otherData"]["versions with arrows"] == "every 4th"
+    drawn = [e["args"]["version"] for e in trace["traceEvents"] if e["ph"] == "X" and e["name"] in ("swap", "publish")]
+    assert sorted(drawn) == [0, 0, 0, 4, 4, 4, 8, 8, 8]
+    assert load_trace(merge_timelines(tmp_path))["otherData"]["versions with arrows"] == "all"
+
+
+def test_of_too_many_values_of_a_counter_as_many_as_of_a_curve_are_drawn(tmp_path: Path):
+    start_lines = [a_start("generator-0", 0), a_slice("decode", 0, 1)]
+    values = [{"kind": "counter", "name": "tokens", "time_ns": i * MS, "values": {"n": i}} for i in range(30_000)]
+    swapped = [{"kind": "instant", "name": "swapped", "time_ns": i * MS, "args": {"n": i}} for i in range(30_000)]
+    write_lines(tmp_path / "timeline" / "generator-0.jsonl", [*start_lines, *values, *swapped])
+    events = load_trace(merge_timelines(tmp_path))["traceEvents"]
+    for name in ("tokens", "swapped"):
+        drawn = [e for e in events if e["name"] == name]
+        assert 10_000 <= len(drawn) <= MAX_POINTS
+        assert drawn[-1]["args"] == {"n": 29_999}
+        assert all(e["ts"] == 1e3 * e["args"]["n"] for e in drawn)
 
 
 # Curves

@@ -101,6 +101,12 @@ def test_a_tail_reads_a_line_that_is_longer_than_a_piece(tmp_path: Path) -> None
     assert found == b"a" * 1000 + b"\nb\n", "and not the torn one"
 
 
+def test_a_tail_reads_a_line_that_lists_millions_of_groups(tmp_path: Path) -> None:
+    line = b"1234567," * 9_000_000 + b"\n"
+    (tmp_path / "f").write_bytes(line)
+    assert len(Tail(tmp_path / "f").read()[1]) == len(line)
+
+
 def test_a_file_that_is_replaced_between_a_look_and_a_read_is_not_read_on(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"old line\n" * 4)
@@ -366,6 +372,40 @@ def test_a_resume_while_somebody_watches(made: Loop, folder: Path) -> None:
         del found["revision"], found["silent_s"]
     assert mine == fresh
     assert mine["attempts"] == 2
+
+
+def test_timelines_that_a_resume_set_aside_are_read_once(
+    made: Loop, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, _ = resumed(made, folder, reboot=False)
+    index = caught_up(RunIndex(run_dir))
+    index.advance()
+    opened: list[str] = []
+    built: list[str] = []
+    open_path, begin = Path.open, TimelineIndex.__init__
+
+    def noting_open(path: Path, *args: Any, **kwargs: Any) -> Any:
+        opened.append(path.parts[len(run_dir.parts)])
+        return open_path(path, *args, **kwargs)
+
+    def noting_begin(self: TimelineIndex, path: Path) -> None:
+        built.append(path.parts[len(run_dir.parts)])
+        begin(self, path)
+
+    monkeypatch.setattr(Path, "open", noting_open)
+    monkeypatch.setattr(TimelineIndex, "__init__", noting_begin)
+    assert not index.advance()
+    assert "timeline" in opened
+    assert "attempt_1" not in opened
+    assert built == []
+    (run_dir / "attempt_2").mkdir()
+    index.advance()
+    (run_dir / "timeline").rename(run_dir / "attempt_2" / "timeline")
+    caught_up(index)
+    assert set(built) == {"attempt_2"}
+    whole = {path: caught_up(TimelineIndex(path)).latest_ns for path in run_dir.glob("attempt_*/timeline/*")}
+    assert {path: index.timelines[path].latest_ns for path in whole} == whole
+    assert {path.parent.parent.name for path in whole} == {"attempt_1", "attempt_2"}
 
 
 def test_a_timeline_that_was_not_read_yet_has_no_lane(made: Loop, folder: Path) -> None:

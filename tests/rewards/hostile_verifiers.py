@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_KEPT: list[bytes] = []
+
 
 def _fork_and_hide(count: int) -> int:
     started = 0
@@ -59,6 +61,14 @@ def attack(completions: list[str], **columns: Any) -> list[float]:
             pass
     if command == "memory":
         return [float(len([0] * (1 << 30)))]  # 8 GiB
+    if command == "keep":  # KiB, for ever; they are zeros that are never touched
+        _KEPT.append(bytes(int(argument) << 10))
+        return [1.0]
+    if command == "keep_all":
+        while True:
+            _KEPT.append(bytes(10 << 20))
+    if command == "need":  # MiB, for now
+        return [float(len(bytes(int(argument) << 20)) >> 20)]
     if command == "fork":
         _fork_and_hide(200)
         return [1.0]

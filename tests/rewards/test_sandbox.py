@@ -277,6 +277,40 @@ def test_a_worker_killed_from_outside_is_replaced(make_pool: MakePool) -> None:
         pool.poll()
 
 
+def test_a_job_for_which_earlier_ones_left_no_memory_is_scored_in_a_new_worker(make_pool: MakePool) -> None:
+    pool = make_pool(ATTACK)
+    texts = ["ok", f"keep {300 << 10}", "need 300", "ok", "need 300"]
+    done = run_jobs(pool, [job(job_id, text) for job_id, text in enumerate(texts)])
+    assert [done[i].parts for i in range(5)] == [[1.0], [1.0], [300.0], [1.0], [300.0]]
+    assert pool.num_restarts == 1
+
+
+def test_a_job_that_meets_the_end_of_memory_in_a_new_worker_has_failed(make_pool: MakePool) -> None:
+    pool = make_pool(ATTACK)
+    assert run_jobs(pool, [job(0, "ok"), job(1, "ok")])[0].parts == [1.0]
+    done = run_jobs(pool, [job(2, "keep_all"), job(3, "ok"), job(4, "ok")])
+    assert "MemoryError" in (done[2].failure or "")
+    assert [done[i].parts for i in (3, 4)] == [[1.0]] * 2
+    assert pool.num_restarts == 1
+    assert run_jobs(pool, [job(5, "need 300")])[5].parts == [300.0]
+    assert pool.num_restarts == 2
+
+
+def test_a_job_that_leaves_no_memory_taken_is_no_reason_for_a_new_worker(make_pool: MakePool) -> None:
+    pool = make_pool(ATTACK)
+    done = run_jobs(pool, [job(0, "ok"), job(1, "memory"), job(2, "memory"), job(3, "ok")])
+    assert ["MemoryError" in (done[i].failure or "") for i in range(4)] == [False, True, True, False]
+    assert pool.num_restarts == 0
+
+
+def test_a_worker_whose_memory_is_nearly_used_up_is_replaced_before_a_job_fails_for_it(make_pool: MakePool) -> None:
+    pool = make_pool(ATTACK)
+    done = run_jobs(pool, [job(i, "keep 1900") for i in range(256)])
+    assert all(one.parts == [1.0] for one in done.values())
+    assert run_jobs(pool, [job(256, "need 300")])[256].parts == [300.0]
+    assert pool.num_restarts == 1
+
+
 def test_a_killed_trainer_leaves_no_workers(tmp_path: Path) -> None:
     """The keeper ends everything as soon as its stdin closes, so even SIGKILL of the owner leaves nothing."""
     pid = os.fork()

@@ -7,6 +7,7 @@ import torch
 from training_data import load_checkpoint, make_groups, run_config, save_checkpoint, tiny_policy
 
 from slipstream.batching import collate as batching
+from slipstream.controller.ledger import read_cut
 from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.models.flat import FlatParameters
 from slipstream.models.transformer import Transformer
@@ -57,6 +58,24 @@ def test_a_checkpoint_before_the_first_update(tmp_path):
     load_checkpoint(tmp_path / "step_0", (other_model, other_optimizer))
     assert torch.equal(flat.flat, other_flat.flat)
     assert other_optimizer.num_updates == 0
+
+
+def test_a_checkpoint_of_a_run_that_dropped_millions_of_groups_is_read(tmp_path):
+    """The list of eight million ordinals, as a text of that length."""
+    model, _, optimizer = fresh()
+    dropped = "1234567, " * 8_000_000
+    schedule = {
+        "next_ordinal": 0,
+        "steps_done": 3,
+        "dropped": [],
+        "dropped_in_a_row": 0,
+        "num_failed": 0,
+        "readmit": [],
+    }
+    extra = {"schedule": schedule, "num_events": 1, "dropped": dropped}
+    save_checkpoint(tmp_path / "step_3", (model, optimizer), step=3, extra=extra)
+    assert load_checkpoint(tmp_path / "step_3", (model, optimizer)).extra["num_events"] == 1
+    assert read_cut(tmp_path / "step_3").schedule.steps_done == 3
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "cut file", "flipped bit", "missing file"])

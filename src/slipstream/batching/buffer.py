@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from typing import Generic
 
@@ -16,7 +17,7 @@ class GroupBuffer(Generic[AnySample]):
     is dealt a part of each group, or none. A group is complete when they are here. A rollout arriving twice, or
     after its group was taken, is dropped and counted in `num_duplicates`. Memory is bounded: at most
     `max_groups` groups may be waiting (admission bounds them, so more is a bug), and retired ordinals are remembered as
-    a floor and the few above it.
+    runs. Those that a resume does not bring back are gaps between them, which are few.
     """
 
     def __init__(
@@ -26,8 +27,7 @@ class GroupBuffer(Generic[AnySample]):
         self._max_groups = max_groups
         self._expects = expects
         self._waiting: dict[int, dict[int, AnySample]] = {}
-        self._retired: set[int] = set()
-        self._retired_below = 0
+        self._retired: list[int] = []  # begin and end of each run, ascending
         self.num_duplicates = 0
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class GroupBuffer(Generic[AnySample]):
             allowed = f"samples {list(self._expected(ordinal))} of this group"
             raise SlipstreamError(what, got=f"sample {sample} of group {ordinal}", allowed=allowed)
         samples = self._waiting.get(ordinal, {})
-        if ordinal < self._retired_below or ordinal in self._retired or sample in samples:
+        if self._is_retired(ordinal) or sample in samples:
             self.num_duplicates += 1
             return False
         if not samples and len(self._waiting) == self._max_groups:
@@ -86,8 +86,14 @@ class GroupBuffer(Generic[AnySample]):
     def _retire(self, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             self._waiting.pop(ordinal, None)
-            if ordinal >= self._retired_below:
-                self._retired.add(ordinal)
-        while self._retired_below in self._retired:
-            self._retired.remove(self._retired_below)
-            self._retired_below += 1
+            if self._is_retired(ordinal):
+                continue
+            for bound in (ordinal, ordinal + 1):  # one that is there already is now within a run
+                place = bisect.bisect_left(self._retired, bound)
+                if self._retired[place : place + 1] == [bound]:
+                    del self._retired[place]
+                else:
+                    self._retired.insert(place, bound)
+
+    def _is_retired(self, ordinal: int) -> bool:
+        return bisect.bisect_right(self._retired, ordinal) % 2 == 1

@@ -363,13 +363,20 @@ class Tally:
         write_samples(samples, path)
         return samples
 
-    def summary(self, run_dir: Path, *, most_bytes: int | None = None) -> s.Summary:
-        """Return `summary.json`; accounting is read back from the timelines, so a killed process is in it too.
-
-        It is left out where decisions and timelines have more than `most_bytes`.
-        """
+    def _throughput(self) -> s.Throughput:
         rl_start_s = self.started_s if self.rl_started_s is None else self.rl_started_s
         rl_s = (self.last_step_s or rl_start_s) - rl_start_s  # 0 where this attempt has finished no step
+        return s.Throughput(
+            generated_tokens_per_s=rate(self.generated_tokens, rl_s),
+            trained_tokens_per_s=rate(self.trained_tokens, rl_s),
+            completions_per_s=rate(self.trained_completions, rl_s),
+        )
+
+    def summary(self, run_dir: Path, *, most_bytes: int | None = None) -> s.Summary:
+        """Return `summary.json`. Accounting is read back from decisions and timelines: of a killed process, too.
+
+        Where these have more than `most_bytes`, it is left out.
+        """
         is_read = most_bytes is None or accounting_bytes(run_dir) <= most_bytes
         found = read_accounting(run_dir, window_s=(self.started_s, self.ended_s)) if is_read else None
         return s.Summary(
@@ -386,11 +393,7 @@ class Tally:
             model_params=self.num_params,
             adapter_params=self.num_adapter_params or None,
             eval=self._evaluations(),
-            throughput=s.Throughput(
-                generated_tokens_per_s=rate(self.generated_tokens, rl_s),
-                trained_tokens_per_s=rate(self.trained_tokens, rl_s),
-                completions_per_s=rate(self.trained_completions, rl_s),
-            ),
+            throughput=self._throughput(),
             staleness=s.Staleness(
                 max=max(self.staleness, default=0),
                 mean=self.staleness_mean,

@@ -22,8 +22,10 @@ T = TypeVar("T")
 
 MAX_JSON_BYTES = 64 * 1024**2
 """Most bytes of a file that is parsed as a whole; the largest indexes and summaries have a few megabytes."""
-MAX_LINE_BYTES = 64 * 1024**2
-"""Most bytes of a line of a JSONL file of a run."""
+MAX_STATE_BYTES = 512 * 1024**2
+"""Most bytes of a file that a run wrote: a checkpoint's state lists each group that was dropped in up to 10 bytes."""
+MAX_LINE_BYTES = MAX_STATE_BYTES
+"""Most bytes of a line of a JSONL file of a run: after a resume the first one has that list."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -71,7 +73,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
         raise ValueError("it is nested too deep") from error
 
 
-def decode_json(path: Path, type: type[T], max_bytes: int = MAX_JSON_BYTES) -> T:
+def decode_json(path: Path, type: type[T], max_bytes: int = MAX_STATE_BYTES) -> T:
     """Parse the JSON in the regular file `path` as a `type`. OSError where unreadable, ValueError where malformed."""
     try:
         return msgspec.json.decode(read_whole(path, max_bytes), type=type)

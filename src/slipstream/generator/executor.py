@@ -107,7 +107,7 @@ class Generator(Executor):
             replica=self.replica,
             tells=self.together.is_leader,
         )
-        self.counted_s = context.clock.now_s()
+        self.counted_s, self.counted_re_prefilled = context.clock.now_s(), -1.0
         self.waits_for = "trainer"
         context.spans.set_idle_state(self._idle_state)
         context.outputs["events"].put(Ready(executor=context.name))
@@ -397,4 +397,6 @@ class Generator(Executor):
                 values |= {"open_episodes": float(len(self.episodes))}
             if self.together.is_leader:  # all ranks do the same work, and counts of several are added
                 self.context.outputs["events"].put(Counters(executor=self.context.name, values=values))
-            self.context.spans.counter("tokens", **{RE_PREFILLED: values[RE_PREFILLED]})
+            if values[RE_PREFILLED] != self.counted_re_prefilled:
+                self.counted_re_prefilled = values[RE_PREFILLED]
+                self.context.spans.counter("tokens", **{RE_PREFILLED: values[RE_PREFILLED]})

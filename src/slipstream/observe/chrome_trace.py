@@ -10,7 +10,8 @@
 
 Events are in order of time. An arrow's ends lie inside slices, which is how viewers know what it joins. The file stays
 of a size that they open: at most `MAX_SLICES` slices, the shortest being left out of a longer run, and the arrows of at
-most `MAX_GROUPS` groups: of more those of every 2nd, 4th, 8th ... ordinal. `otherData` says what is left out.
+most `MAX_GROUPS` groups and `MAX_SWAPS` swaps: of more those of every 2nd, 4th, 8th ... ordinal or version. A rank has
+at most `MAX_POINTS` marks, and values of a counter, of one name. `otherData` says what is left out.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from slipstream.core.jsonl import intact_lines
 from slipstream.core.ranks import data_parallel_rank, split_rank_name
 from slipstream.observe import timeline
 from slipstream.observe.attempts import Attempt, read_attempts
-from slipstream.observe.group_flow import MAX_GROUPS, GroupPath, read_group_flow
+from slipstream.observe.group_flow import MAX_GROUPS, MAX_POINTS, GroupPath, Thinned, read_group_flow
 from slipstream.observe.states import UNLABELLED, is_missed, kind
 
 MAX_SLICES = 1_000_000
+MAX_SWAPS = 100_000
 SNAP_NS = 5_000_000
 """An arrow's end in no slice goes to the nearest one of its track, if there is one so near; else it is left out."""
 _CONTROLLER, _TRAINER = "controller", "trainer"
@@ -50,20 +52,23 @@ Timed = tuple[int, Event]
 """An event and when it is, in nanoseconds on the newest attempt's clock."""
 
 
-def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: int = MAX_GROUPS) -> Path:
+def merge_timelines(
+    run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: int = MAX_GROUPS, max_swaps: int = MAX_SWAPS
+) -> Path:
     """Write `timeline.json` from the files of all attempts; time 0 is the earliest record.
 
     A damaged file is drawn up to its damage. DiskError where the trace cannot be written.
     """
     attempts = read_attempts(run_dir)
     tracks = _read_tracks(attempts)
+    versions_apart = _leave_out_versions(list(tracks.values()), max_swaps)
     longer_than_ns, num_left_out = _limit(list(tracks.values()), max_slices)
     flow = read_group_flow(attempts, max_groups=max_groups)
     arrows = _Arrows(tracks)
     for path in flow.paths:
         arrows.add_group(path)
     arrows.add_versions()
-    marks = [mark for track in tracks.values() for mark in track.marks]
+    marks = [mark for track in tracks.values() for thinned in track.marks.values() for _, mark in thinned.points]
     streams: list[Iterable[Timed]] = [_slices(track) for track in tracks.values()]
     first_ns = [time_ns for time_ns, _ in marks] + [ns for track in tracks.values() for ns in track.starts_ns[:1]]
     if _CONTROLLER in tracks:
@@ -82,6 +87,7 @@ def merge_timelines(run_dir: Path, *, max_slices: int = MAX_SLICES, max_groups: 
         "slices left out": num_left_out,
         "these are at most, ms": longer_than_ns / 1e6,
         "groups with arrows": "all" if flow.stride == 1 else f"every {flow.stride}th by ordinal",
+        "versions with arrows": "all" if versions_apart == 1 else f"every {versions_apart}th",
         "arrows left out": arrows.num_left_out,
         "ends of arrows left out": arrows.num_ends_left_out,
     }
@@ -113,11 +119,11 @@ class _Track:
     name: str
     place: dict[str, int]  # pid and tid
     files: list[tuple[Path, Attempt]] = field(default_factory=list)
-    marks: list[Timed] = field(default_factory=list)
+    marks: dict[str, Thinned[Timed]] = field(default_factory=dict)  # by name
     attempts: dict[int, int] = field(default_factory=dict)  # number -> its first slice's start
     starts_ns: array[int] = field(default_factory=lambda: array("q"))  # of slices, ascending
     ends_ns: array[int] = field(default_factory=lambda: array("q"))
-    of_versions: list[int] = field(default_factory=list)  # indices of slices that arrows of versions join
+    of_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, index of slice) that its arrows join
     steps: dict[tuple[int, int], int] = field(default_factory=dict)  # (attempt, step) -> start of its first slice
     given: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # (attempt, version) -> ends of slices
     taken: list[tuple[int, int, int]] = field(default_factory=list)  # (attempt, version, start of slice)
@@ -141,18 +147,19 @@ class _Track:
             self.attempts.setdefault(number, start_ns)
             version, step = piece.args.get("version"), piece.args.get("step")
             if isinstance(version, int) and piece.state in _GIVES:
-                self.of_versions.append(len(self.starts_ns))
+                self.of_versions.append((version, len(self.starts_ns)))
                 self.given.setdefault((number, version), []).append(end_ns - 1)
             if isinstance(version, int) and piece.state == _TAKES:
-                self.of_versions.append(len(self.starts_ns))
+                self.of_versions.append((version, len(self.starts_ns)))
                 self.taken.append((number, version, start_ns))
             if isinstance(step, int):
                 self.steps.setdefault((number, step), start_ns)
             self.starts_ns.append(start_ns)
             self.ends_ns.append(end_ns)
-        for attempt, record in self._records():
+        for number, (attempt, record) in enumerate(self._records()):  # thinned by number: times may go back
             if not isinstance(record, timeline.Slice) and (mark := self._mark(record)) is not None:
-                self.marks.append((record.time_ns + attempt.shift_ns, mark))
+                timed = record.time_ns + attempt.shift_ns, mark
+                self.marks.setdefault(mark["name"], Thinned(MAX_POINTS)).add(number, timed)
 
     def _records(self) -> Iterator[tuple[Attempt, timeline.Record]]:
         kinds: Any = timeline.Record
@@ -179,7 +186,7 @@ class _Track:
         """Keep the slices that are longer than that, and those of versions; return how many are left out."""
         starts, ends = np.array(self.starts_ns, np.int64), np.array(self.ends_ns, np.int64)
         self.is_kept = ends - starts > longer_than_ns
-        self.is_kept[self.of_versions] = True
+        self.is_kept[[index for _, index in self.of_versions]] = True
         self._starts, self._ends = starts[self.is_kept], ends[self.is_kept]
         return int((~self.is_kept).sum())
 
@@ -204,6 +211,17 @@ def _read_tracks(attempts: Sequence[Attempt]) -> dict[str, _Track]:
         tracks[name] = _Track(name, {"pid": _PID, "tid": tid}, files[name])
         tracks[name].read()
     return tracks
+
+
+def _leave_out_versions(tracks: Sequence[_Track], max_swaps: int) -> int:
+    """Leave every n-th version to arrows, so that they join at most so many swaps; return n."""
+    n = 1
+    while sum(version % n == 0 for track in tracks for _, version, _ in track.taken) > max_swaps:
+        n *= 2
+    for track in tracks:
+        track.of_versions = [one for one in track.of_versions if one[0] % n == 0]
+        track.taken = [one for one in track.taken if one[1] % n == 0]
+    return n
 
 
 def _limit(tracks: Sequence[_Track], max_slices: int) -> tuple[int, int]:

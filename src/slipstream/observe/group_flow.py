@@ -10,12 +10,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from slipstream.core.jsonl import intact_lines
 from slipstream.core.run_log import Decision, LoopState, Phase, RolloutTimes, ScheduleBegan, intact_decisions
 from slipstream.core.types import Skip, StartGroup, StepDone, Swapped
 from slipstream.observe.attempts import Attempt
 from slipstream.observe.timeline import to_ns
+
+T = TypeVar("T")
 
 MAX_GROUPS = 20_000
 MAX_POINTS = 20_000
@@ -55,7 +58,7 @@ def read_group_flow(
 ) -> GroupFlow:
     """Return the paths of groups through all attempts, each line of the files taken once."""
     paths, stride = _read_paths(attempts, max_groups)
-    curves: dict[str, _Thinned] = {}
+    curves: dict[str, Thinned[dict[str, float]]] = {}
     admissions: dict[tuple[int, int], list[int]] = defaultdict(list)  # (ordinal, replica) -> times
     drops: dict[int, list[int]] = defaultdict(list)
     loop = _LoopCurves()
@@ -69,7 +72,7 @@ def read_group_flow(
                     if ordinal % stride == 0:
                         drops[ordinal].append(time_ns)
         for name, values in loop.take(line):
-            curves.setdefault(name, _Thinned(max_points)).add(time_ns, values)
+            curves.setdefault(name, Thinned(max_points)).add(time_ns, values)
     for path in paths:
         at_ns = admissions.get((path.ordinal, path.replica), [])
         # The replica's clock may be behind.
@@ -182,14 +185,14 @@ class _LoopCurves:
 
 
 @dataclass
-class _Thinned:
+class Thinned(Generic[T]):
     """A curve of at most `limit` points, at equal least distances that double when there are too many."""
 
     limit: int
-    points: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    points: list[tuple[int, T]] = field(default_factory=list)
     spacing_ns: int = 0
 
-    def add(self, time_ns: int, value: dict[str, float]) -> None:
+    def add(self, time_ns: int, value: T) -> None:
         if self.points and time_ns < self.points[-1][0] + self.spacing_ns:
             self.points[-1] = (self.points[-1][0], value)  # what was last within the distance holds until the next one
             return

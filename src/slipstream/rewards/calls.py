@@ -36,7 +36,10 @@ class Scoring:
 
 
 def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) -> JobResult:
-    """Score `job` by the terms of its kind; `began` hears which one is next, by its index in `terms`."""
+    """Score `job` by the terms of its kind; `began` hears which one is next, by its index in `terms`.
+
+    Every MemoryError `is_exhausted` here: what earlier jobs have left is not known.
+    """
     per: Per = "group" if isinstance(job, RewardGroupJob) else "completion"
     jobs = job.jobs if isinstance(job, RewardGroupJob) else [job]
     parts: list[float | None] = []
@@ -49,7 +52,8 @@ def answer(terms: Sequence[Scoring], job: AnyJob, began: Callable[[int], None]) 
         try:
             parts += term.scores(jobs)
         except BaseException as error:  # noqa: BLE001 - whatever a verifier raises (SystemExit too) fails one job
-            return JobResult(job_id=job.job_id, parts=[], error=f"{term.name}: {describe(error)}")
+            text, is_exhausted = f"{term.name}: {describe(error)}", isinstance(error, MemoryError)
+            return JobResult(job_id=job.job_id, parts=[], error=text, is_exhausted=is_exhausted)
     return JobResult(job_id=job.job_id, parts=parts, logged=log.all())
 
 

@@ -56,7 +56,10 @@ class ScoredJob:
 
 @dataclass
 class _Slot:
-    """A worker, the jobs it has in order, and when the first of them is overdue; which term that has reached."""
+    """A worker, the jobs it has in order, and when the first of them is overdue; which term that has reached.
+
+    `again` is scored before all others once the worker is ready: the one before had no memory left for it.
+    """
 
     worker: JailedWorker[FromWorker]
     deadline_s: float
@@ -64,6 +67,8 @@ class _Slot:
     jobs: deque[AnyJob] = field(default_factory=deque)
     term: str | None = None
     has_tried_network: bool = False
+    has_answered: bool = False
+    again: AnyJob | None = None
 
 
 class ScoringPool:
@@ -74,6 +79,7 @@ class ScoringPool:
     deadline is judged, so a pool that was not polled for a while accuses no job. A job that is overdue, or whose worker
     dies, is failed and its worker killed with everything it started. Quick jobs go to a worker together and their
     answers come together, so of several jobs that a worker still had, any may be at fault: each is scored again, alone.
+    A worker whose memory is used up by earlier jobs is replaced, and the job that failed for it is scored once more.
     Ends: `close`.
     """
 
@@ -138,9 +144,9 @@ class ScoringPool:
         self._slots.clear()
         self._selector.close()
 
-    def _start(self) -> None:
+    def _start(self, again: AnyJob | None = None) -> None:
         worker = JailedWorker(_KIND, self._setup, self._permissions)
-        slot = _Slot(worker, deadline_s=self._clock.now_s() + _START_S)
+        slot = _Slot(worker, deadline_s=self._clock.now_s() + _START_S, again=again)
         self._slots.append(slot)
         self._selector.register(slot.worker, selectors.EVENT_READ | selectors.EVENT_WRITE, slot)
 
@@ -180,29 +186,37 @@ class ScoringPool:
                 self._failed_starts = 0
                 self._spares.plan(self._clock.now_s())
                 self.isolation = frozenset(message.isolation)
+                if slot.again is not None:
+                    self._hand(slot, [slot.again])
+                    slot.again = None
             elif isinstance(message, JobResult) and slot.jobs and message.job_id == slot.jobs[0].job_id:
-                self._finish(slot, message)
+                if not self._finish(slot, message):
+                    return
             else:
                 slot.worker.failure = "worker sent bad output: an answer to no question"
                 break
         if slot.worker.failure is not None:
             self._replace(slot, slot.worker.failure)
 
-    def _finish(self, slot: _Slot, result: JobResult) -> None:
-        slot.jobs.popleft()
+    def _finish(self, slot: _Slot, result: JobResult) -> bool:
+        """Settle the first job of `slot`, or have it scored once more; False where the worker is replaced."""
+        job = slot.jobs.popleft()
         now_s = self._clock.now_s()
         started_s = slot.deadline_s - self._setup.timeout_s
         self._job_s += 0.05 * (max(0.0, now_s - started_s) - self._job_s)
         slot.deadline_s = now_s + self._setup.timeout_s
-        error = None if result.error is None else _explained(result.error[: 2 * MAX_ERROR_CHARS], slot)
-        self._settle(ScoredJob(job_id=result.job_id, parts=result.parts, failure=error, logged=result.logged))
-        slot.term, slot.has_tried_network = None, False
+        is_over = result.is_exhausted and slot.has_answered
+        again = job if is_over and result.error is not None else None
+        if again is None:
+            error = None if result.error is None else _explained(result.error[: 2 * MAX_ERROR_CHARS], slot)
+            self._settle(ScoredJob(job_id=result.job_id, parts=result.parts, failure=error, logged=result.logged))
+        slot.term, slot.has_tried_network, slot.has_answered = None, False, True
+        if is_over:
+            self._renew(slot, again)
+        return not is_over
 
     def _replace(self, slot: _Slot, failure: str) -> None:
         """Kill the worker of `slot` and start another. Its job failed; of several each is tried again alone."""
-        self._slots.remove(slot)
-        self._selector.unregister(slot.worker)
-        slot.worker.close()
         if not slot.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
@@ -211,16 +225,22 @@ class ScoringPool:
                     got=failure,
                     hint="raise rewards.memory_mb, or see `slipstream doctor`",
                 )
-        self.num_restarts += 1
-        if len(slot.jobs) > 1:
-            self._suspects.update(job.job_id for job in slot.jobs)
-            self._waiting.extendleft(reversed(slot.jobs))
-        elif slot.jobs:
+        if len(slot.jobs) == 1:
             job = slot.jobs.popleft()
             term = slot.term or self._only_term(job)
             failure = _explained(failure if term is None else f"{term}: {failure}", slot)
             self._settle(ScoredJob(job_id=job.job_id, parts=[], failure=failure))
-        self._start()
+        self._renew(slot, slot.again)
+
+    def _renew(self, slot: _Slot, again: AnyJob | None) -> None:
+        """Kill the worker of `slot` and start another, for `again` first; the jobs of `slot` wait again, each alone."""
+        self._slots.remove(slot)
+        self._selector.unregister(slot.worker)
+        slot.worker.close()
+        self.num_restarts += 1
+        self._suspects.update(job.job_id for job in slot.jobs)
+        self._waiting.extendleft(reversed(slot.jobs))
+        self._start(again)
 
     def _settle(self, scored: ScoredJob) -> None:
         self._suspects.discard(scored.job_id)
@@ -241,10 +261,13 @@ class ScoringPool:
         free = self._free()
         for i, slot in enumerate(free):
             if batch := self._next_batch(-(-len(self._waiting) // (len(free) - i))):
-                slot.jobs.extend(batch)
-                slot.deadline_s = self._clock.now_s() + self._setup.timeout_s
-                slot.worker.send(batch)
-                self._watch(slot)
+                self._hand(slot, batch)
+
+    def _hand(self, slot: _Slot, batch: list[AnyJob]) -> None:
+        slot.jobs.extend(batch)
+        slot.deadline_s = self._clock.now_s() + self._setup.timeout_s
+        slot.worker.send(batch)
+        self._watch(slot)
 
     def _next_batch(self, share: int) -> list[AnyJob]:
         """Take jobs for one worker: `share` at most, and one where it is slow or a suspect."""

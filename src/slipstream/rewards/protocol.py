@@ -85,13 +85,15 @@ class Began(msgspec.Struct, frozen=True, tag=True):
 class JobResult(msgspec.Struct, frozen=True, tag=True):
     """One number per term of the job's kind (None: the function abstained), or the `error` of the first that failed.
 
-    For a `RewardGroupJob` each term has one number per completion: first all of the first term's.
+    For a `RewardGroupJob` each term has one number per completion: first all of the first term's. `is_exhausted`: the
+    worker's memory is used up by what earlier jobs have left there, so an `error` may be no fault of this one.
     """
 
     job_id: int
     parts: list[float | None]
     error: str | None = None
     logged: Logged = Logged()
+    is_exhausted: bool = False
 
 
 AnyJob = RewardJob | RewardGroupJob

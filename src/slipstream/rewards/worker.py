@@ -36,6 +36,8 @@ from slipstream.rewards.protocol import AnyJob, Began, JobResult, RewardJob, Ter
 
 _MAX_JOB_BYTES = 1 << 30  # frames of jobs come from the trusted side
 _TOGETHER_S = 1e-3  # answers of quick jobs wait for each other for so long: each frame wakes the pool's process
+_LOOK_EVERY = 256  # jobs; also the fewest for which a worker is started anew because little memory is left
+_FULL, _LEFT_BEHIND = 0.9, 0.1  # shares of the memory that jobs may use
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,6 +95,7 @@ def serve(connection: socket.socket, held: Sequence[str], to_launcher: socket.so
             to_pool.send(SetupFailed(error=f"{term.label}: {describe(error)}"))
             return
     isolation.limit_resources(setup.memory_bytes, is_own_user="user" in held)
+    memory = _Memory(setup.memory_bytes)
     around_programs = programs.probe() if programs is not None else None
     reported = [name for name in (*held, "limits") if around_programs is None or name in around_programs]
     to_pool.send(WorkerReady(isolation=reported))
@@ -115,9 +118,29 @@ def serve(connection: socket.socket, held: Sequence[str], to_launcher: socket.so
                 result = answer(terms, job, began)
                 if os.getpid() != pid:  # a verifier forked and let its child return: only one of the two may go on
                     os._exit(0)
-                to_pool.answer(result)
+                to_pool.answer(memory.judge(result))
             to_pool.flush()
         bodies = receive_frames(connection, reader)
+
+
+class _Memory:
+    """How much of the `room_bytes` of address space that jobs may use is taken by what earlier ones have left."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes, self._first_bytes = room_bytes, isolation.address_space_bytes()
+        self._num_answered = 0
+
+    def judge(self, result: JobResult) -> JobResult:
+        """Return `result`, exhausted where little is left, or where it had a MemoryError and some is gone for good."""
+        self._num_answered += 1
+        if not result.is_exhausted and self._num_answered % _LOOK_EVERY:
+            return result
+        most_bytes = (_LEFT_BEHIND if result.is_exhausted else _FULL) * self._room_bytes
+        try:
+            is_exhausted = isolation.address_space_bytes() - self._first_bytes > most_bytes
+        except (OSError, MemoryError):  # no file can be opened any more, or nothing allocated
+            is_exhausted = True
+        return msgspec.structs.replace(result, is_exhausted=is_exhausted)
 
 
 class _ToPool:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from slipstream.core.background import start_thread
 from slipstream.core.disk import HINTS, sync
 from slipstream.core.errors import CheckpointError, DiskError, RankError
-from slipstream.core.files import read_json
+from slipstream.core.files import MAX_STATE_BYTES, read_json
 from slipstream.core.links import WakeUp
 from slipstream.core.lora_section import LoraConfig
 from slipstream.core.rank_group import RankGroup
@@ -346,7 +346,7 @@ class Checkpoints:
         self._check_model(path, stored, shards)
         with torch.no_grad():
             self._agreed(what, lambda: fill(shards, stored))
-        state = read_json(path / "state.json")
+        state = read_json(path / "state.json", MAX_STATE_BYTES)
         if manifest.format == FORMAT:
             found, updates = load_random_state(path, self._group.rank), state["updates"]
         else:

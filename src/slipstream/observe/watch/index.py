@@ -119,6 +119,7 @@ class RunIndex:
         self.tokens = TokenIndex(run_dir / TOKENS_FILE)
         self.alarms = AlarmIndex(run_dir / ALARMS_FILE)
         self.timelines: dict[Path, TimelineIndex] = {}
+        self._set_aside: dict[Path, float] = {}  # folders of timelines of earlier attempts -> their mtime when listed
         self.summary_file = WholeFile(run_dir / "summary.json")
         self.config_file = WholeFile(run_dir / "config.toml")
         self.revision = 0
@@ -133,11 +134,13 @@ class RunIndex:
         return [self.events, self.curves, self.alarms, self.tokens, *self.timelines.values(), self.rollouts]
 
     def advance(self) -> bool:
-        """Read at most one piece of each file; whether there was news."""
+        """Read at most one piece of each file that may have more; whether there was news."""
         self._find_timelines()
         told_s, revision = self._told_s(), self.revision
         has_news = False
         for index in self.indexes:
+            if index.path.parent in self._set_aside and index.tail.offset == index.tail.size():
+                continue
             offset = index.tail.offset
             has_news |= (grew := index.advance())
             self.revision += index.tail.offset < offset
@@ -155,9 +158,14 @@ class RunIndex:
         return has_news
 
     def _find_timelines(self) -> None:
-        for pattern in ("timeline/*.jsonl", "attempt_*/timeline/*.jsonl"):
-            for path in self.run_dir.glob(pattern):
-                self.timelines.setdefault(path, TimelineIndex(path))
+        folders = [self.run_dir / "timeline"]
+        for folder in (attempt / "timeline" for attempt in attempt_folders(self.run_dir)):
+            if (changed_s := _changed_s(folder)) != self._set_aside.get(folder):
+                self._set_aside[folder] = changed_s
+                folders.append(folder)
+        for path in (path for folder in folders for path in folder.glob("*.jsonl")):
+            if path not in self.timelines:
+                self.timelines[path] = TimelineIndex(path)
 
     def _facts(self) -> dict[str, str]:
         """Describe the run in a few words; of a configuration that this version cannot read, by the recipe alone."""

@@ -17,10 +17,11 @@ from typing import Any, BinaryIO, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from slipstream.core.files import MAX_LINE_BYTES
+
 T = TypeVar("T")
 
 PIECE_BYTES = 1 << 16
-MAX_LINE_BYTES = 1 << 26
 _ANCHOR_BYTES = 64
 
 
