@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.controller.placement import check_processes, why_no_processes
 from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import resolve
+from slipstream.jail.confinement import WorkerLayout
 
 SMALL = (
     *("--steps", "2", "--warm-start.steps", "2", "--eval.num-prompts", "20"),
@@ -38,6 +41,33 @@ from slipstream.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
+# A worker as on macOS, whose system knows the limit of the address space by name only, and has no /proc.
+WORKER_ON_MACOS = """
+import pathlib, resource, sys
+from slipstream.jail import confinement, isolation
+
+setrlimit, read_text = resource.setrlimit, pathlib.Path.read_text
+
+def limited(which, limits):
+    if which == resource.RLIMIT_AS:
+        raise ValueError("current limit exceeds maximum limit")
+    setrlimit(which, limits)
+
+def read(path, *arguments):
+    if path.is_relative_to("/proc"):
+        raise FileNotFoundError(path)
+    return read_text(path, *arguments)
+
+sys.platform, resource.setrlimit, pathlib.Path.read_text = "darwin", limited, read
+
+def serve(connection, held, _helper):
+    isolation.limit_resources(1 << 30, is_own_user=False, open_files=100)
+    connection.send(str(resource.getrlimit(resource.RLIMIT_NOFILE)).encode())
+    connection.recv(1)
+
+sys.exit(confinement.keep(sys.argv[1:], serve))
+"""
+
 # A user without capabilities, who can make no namespace, with a container's 64 MiB of shared memory.
 IN_A_CONTAINER = """
 mount -t tmpfs -o size=64m tmpfs /dev/shm
@@ -59,6 +89,27 @@ def test_without_pidfd_no_executor_has_a_process(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="host = 'inline'"):
         check_processes(config, (), has_workers=True)
     check_processes(resolve("quickstart", {"host": "inline"}), (), has_workers=True)
+
+
+def test_a_worker_on_macos_is_limited_and_ends_with_its_pool(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    layout = msgspec.json.encode(WorkerLayout(scratch=str(tmp_path), sys_path=sys.path, private=[])).decode()
+    with ours, theirs:
+        command = [sys.executable, "-c", WORKER_ON_MACOS, str(theirs.fileno()), layout]
+        keeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True, text=True
+        )
+        theirs.close()
+        ours.settimeout(60)
+        try:
+            assert ours.recv(100) == b"(100, 100)"
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+            assert ours.recv(100) == b"", "its server has ended"
+            assert keeper.wait(60) == 0
+        finally:
+            keeper.kill()
+            keeper.wait()
 
 
 @pytest.mark.slow

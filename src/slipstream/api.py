@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from slipstream.core.recipes import (
     table_of,
 )
 from slipstream.core.run_lock import check_free, holding
+from slipstream.core.scratch import temporary_directory
 from slipstream.core.sections import PromptsConfig
 from slipstream.core.user_code import SCRIPTS_BEING_IMPORTED, ReachedRun
 from slipstream.environments.checks import check_environments
@@ -149,11 +151,13 @@ def _given(functions: Functions, environments: Given | None, display: bool, *oth
 
 
 def _check_call(others: Mapping[str, object]) -> None:
-    """Raise ConfigError for unknown arguments, and ReachedRun where the script is imported for what it defines."""
+    """Raise ConfigError for unknown arguments and a place where no run can be, ReachedRun amid a script's import."""
     if SCRIPTS_BEING_IMPORTED:
         raise ReachedRun
     if others:
         raise _unknown_arguments(list(others))
+    check_path(os.getcwd(), "the working folder")
+    temporary_directory()
 
 
 def _has_tables(config: object) -> bool:

@@ -45,6 +45,7 @@ from slipstream.core.recipes import (
     resumed_config,
 )
 from slipstream.core.run_lock import check_free
+from slipstream.core.scratch import temporary_directory
 from slipstream.flags import REQUIRED, WithFields, as_flags, flag, parse
 
 if TYPE_CHECKING:
@@ -681,6 +682,7 @@ class DoctorOptions:
 def doctor_command(argv: Sequence[str]) -> int:
     """Say what this machine has, and what of Slipstream works on it."""
     options = parse(DoctorOptions, argv, doctor_command)
+    temporary_directory()  # torch asks for it, too, and has no words for it
     from slipstream.doctor import examine, render
 
     _print_json_or(examine(), options.json, render)

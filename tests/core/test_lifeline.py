@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.core import lifeline
 from slipstream.core.processes import open_pidfd
 
 DEADLINE_S = 60.0
@@ -69,3 +70,20 @@ def test_a_module_runs_as_it_does_by_itself(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, done.stdout) == (7, "__main__ a b c\n")
+
+
+def test_files_of_the_working_folder_hide_no_library(tmp_path: Path) -> None:
+    """And modules of the user's, which lie there, are found all the same."""
+    modules, working = tmp_path / "modules", tmp_path / "working"
+    modules.mkdir()
+    working.mkdir()
+    (modules / "child.py").write_text("import queue, slipstream.core.clock, beside\nprint(queue.Queue(), beside.NAME)")
+    (working / "queue.py").write_text("raise AssertionError('it is not the library')")
+    (working / "beside.py").write_text("NAME = 'found'")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(modules), *filter(None, sys.path)])}
+    command = lifeline.command("child")
+    done = subprocess.run(
+        command, cwd=working, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("found\n")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+import slipstream
+from slipstream.cli import doctor_command
 from slipstream.core import scratch
 from slipstream.core.addresses import ipc_address
 from slipstream.core.channel import make_transport_dir
+from slipstream.core.errors import ConfigError
 from slipstream.core.scratch import claim, cleanup, file_prefix, hold, make_claimed, sweep
 
 OWNER = """
@@ -33,8 +38,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     shared.mkdir()
     temporary.mkdir()
     monkeypatch.setattr(scratch, "scratch_directories", lambda: (shared, temporary))
-    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(temporary))
-    monkeypatch.setattr(scratch.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr(scratch, "_MOST_FOR_SOCKETS", 1000)
     return temporary, shared
 
@@ -94,7 +99,7 @@ def test_where_the_temporary_folders_path_is_long_sockets_lie_elsewhere(
 ) -> None:
     deep = tmp_path / ("x" * 60)
     deep.mkdir()
-    monkeypatch.setattr(scratch.tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     folder = make_transport_dir()
     assert folder.parent == Path("/tmp")
     assert ipc_address(folder / ("s" * 60)).startswith("ipc:///tmp/")
@@ -168,3 +173,51 @@ def test_a_run_removes_only_its_own_files(places: tuple[Path, Path]) -> None:
     theirs.touch()
     assert cleanup("a") == [ours]
     assert theirs.exists()
+
+
+def test_what_another_machine_has_claimed_is_left_to_it(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock on a file system that machines share may be known to its own machine alone: here it is as if released."""
+    temporary, shared = places
+    monkeypatch.setattr(scratch, "_MEMORY", shared)
+    monkeypatch.setattr(socket, "gethostname", lambda: "other-machine")
+    folder = make_transport_dir()
+    segment = make_old(temporary / f"{file_prefix(folder.name)}abc")
+    weights = temporary / "slipstream.slipstream-run.vllm-x"  # of a machine without a controller
+    in_memory = shared / "slipstream.slipstream-run.vllm-y"
+    for each in (folder, weights, in_memory):
+        each.mkdir(exist_ok=True)
+        os.close(claim(each))
+        make_old(each / "owner")
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-machine")
+    assert sweep() == [in_memory], "/dev/shm is of this machine alone, whatever its name was"
+    assert folder.exists()
+    assert segment.exists()
+    assert weights.exists()
+    monkeypatch.setattr(socket, "gethostname", lambda: "other-machine")
+    assert set(sweep()) == {folder, segment, weights}
+
+
+def test_folders_of_earlier_versions_name_no_machine_and_are_removed(places: tuple[Path, Path]) -> None:
+    folder = make_transport_dir()
+    os.close(claim(folder))
+    (folder / "owner").write_bytes(b"")
+    assert sweep() == [folder]
+
+
+def test_without_a_temporary_folder_it_is_said_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc", "/nowhere"])  # as on a read-only disk
+    commands = (lambda: slipstream.run("quickstart"), lambda: doctor_command([]))
+    for use in (scratch.scratch_directories, sweep, lambda: make_claimed("reward"), make_transport_dir, *commands):
+        with pytest.raises(ConfigError, match="set TMPDIR"):
+            use()
+
+
+def test_a_run_in_a_folder_whose_path_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match="the working folder cannot be a path"):
+        slipstream.run("quickstart")

@@ -17,9 +17,15 @@ EVERYWHERE = {"limits", "privileges", "syscalls", "network"}
 NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --inh-caps=-all --ambient-caps=-all"
 AS_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
 
+PYTHONPATH = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]))
+
 # How to get there, and the barriers that have to hold there.
 LEVELS: dict[str, tuple[list[str], set[str]]] = {
     "user with namespaces": (AS_USER, EVERYWHERE | {"files", "processes", "user"}),
+    "user with namespaces, without capabilities": (
+        [*AS_USER, "env", f"PYTHONPATH={HERE.parent / 'without_capabilities'}:{PYTHONPATH}"],
+        EVERYWHERE | {"user"},
+    ),
     "user without namespaces": ([*AS_USER, "--keep-caps", "sh", "-c", NO_NAMESPACES + ' "$@"', "sh"], EVERYWHERE),
     "root of a container with one user": (
         ["unshare", "--user", "--map-root-user"],
@@ -37,14 +43,13 @@ def is_possible(prefix: list[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "level", ["user with namespaces", *(pytest.param(each, marks=pytest.mark.slow) for each in list(LEVELS)[1:])]
+    "level", [*list(LEVELS)[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in list(LEVELS)[2:])]
 )
 def test_what_is_said_to_hold_holds(level: str, tmp_path: Path) -> None:
     prefix, expected = LEVELS[level]
     if platform.machine() not in ("x86_64", "aarch64") or not is_possible(prefix):
         pytest.skip("this machine lets nobody have these rights")
-    folders = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     command = [*prefix, sys.executable, str(HERE / "attacks_at_a_level.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

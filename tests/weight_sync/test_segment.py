@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,24 @@ def test_a_full_directory_is_passed_by(tmp_path: Path, run_id: str) -> None:
     with pytest.raises(WeightSyncError, match="no room"):
         SharedMemory(run_id, (missing,)).create(100, 1)
     assert scratch_directories()
+
+
+def test_a_directory_with_room_for_the_last_slot_comes_first(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a publish of hours later would be the first to find no room in it."""
+    num_bytes, usage = 1 << 20, shutil.disk_usage
+    free = {tmp_path / "memory": 7 * num_bytes // 2, tmp_path / "disk": 9 * num_bytes // 2}
+    for directory in free:
+        directory.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free[path]))
+    transport = SharedMemory(run_id, tuple(free))
+    chosen = {}
+    for num_slots in (3, 4, 5):
+        slots = transport.create(num_bytes, num_slots)
+        chosen[num_slots] = Path(slots.name).parent.name
+        slots.close()
+    assert chosen == {3: "memory", 4: "disk", 5: "memory"}, "where none has room, the first that takes the others"
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system reserves no space")

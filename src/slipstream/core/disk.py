@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -113,10 +114,13 @@ class HeldFolder:
 
 
 def sync(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to disk."""
+    """Force a file's bytes, or a folder's entries where the file system syncs folders, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
 

@@ -1,10 +1,11 @@
 """Processes that do not outlive the process that started them.
 
-    python -m slipstream.core.lifeline PARENT MODULE ARGUMENTS ...
+    python -P -m slipstream.core.lifeline PARENT MODULE ARGUMENTS ...
 
-runs MODULE as `python -m` does. Until it calls `ends_with` or `live_on`, the system kills it (Linux) as soon as process
-PARENT ends, also amid an import or the loading of a model, when no code of ours could watch a pipe. After `ends_with`
-it may end in its own order, within a grace period, when the other end of a pipe is closed.
+runs MODULE as `python -m` does, but searches the working folder for modules last, behind the libraries. Until it calls
+`ends_with` or `live_on`, the system kills it (Linux) as soon as process PARENT ends, also amid an import or the loading
+of a model, when no code of ours could watch a pipe. After `ends_with` it may end in its own order, within a grace
+period, when the other end of a pipe is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 def command(module: str, *arguments: str) -> list[str]:
     """Return the command line of a process that runs `module` and does not outlive the thread that starts it."""
-    return [sys.executable, "-m", "slipstream.core.lifeline", str(os.getpid()), module, *arguments]
+    return [sys.executable, "-P", "-m", "slipstream.core.lifeline", str(os.getpid()), module, *arguments]
 
 
 def die_with_parent(*, parent: int | None = None) -> None:
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     parent, module, *rest = arguments
     die_with_parent(parent=int(parent))
     sys.argv[1:] = rest
+    sys.path.append("")
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

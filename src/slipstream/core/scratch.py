@@ -2,7 +2,8 @@
 
 A run removes its own files when it ends. When it is killed together with its children, the next run that starts on the
 machine does (`sweep`). A lock tells whether the owner lives: the system drops it when the process ends, in any way. A
-process number would not do, as the system may have given it to another process.
+process number would not do, as the system may have given it to another process. Some file systems that machines share
+keep the locks of each to itself, so a folder names the machine of its owner.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.errors import ConfigError, WeightSyncError
 
 FOLDER_PREFIX = "slipstream-"  # of folders in the temporary folder; the folder of a run's sockets is named by its id
 _FILES, _FOLDERS = f"slipstream.{FOLDER_PREFIX}*.*", f"{FOLDER_PREFIX}*"  # a user's file may be slipstream.toml
 _MOST_FOR_SOCKETS = 64  # bytes of a folder in which paths of sockets are short enough
+_MEMORY = Path("/dev/shm")  # of this machine alone
 _OWNER = "owner"
 _JUST_MADE_S = 60.0  # a file is locked right after it is made, not at the same time
 
@@ -36,13 +39,21 @@ def file_prefix(run_id: str) -> str:
 
 def scratch_directories() -> tuple[Path, ...]:
     """Return the directories for such files: memory first, then the temporary directory."""
-    shared = Path("/dev/shm")
-    return tuple(dict.fromkeys([*([shared] if shared.is_dir() else []), Path(tempfile.gettempdir())]))
+    return tuple(dict.fromkeys([*([_MEMORY] if _MEMORY.is_dir() else []), temporary_directory()]))
+
+
+def temporary_directory() -> Path:
+    """Return the temporary directory. ConfigError where this process may write to none of the usual ones."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        what, hint = "there is no temporary folder", "set TMPDIR to a folder that you may write to"
+        raise ConfigError(what, got=error.strerror, hint=hint) from error
 
 
 def socket_directory() -> Path:
     """Return the temporary directory, or /tmp where paths of sockets in that would be too long for the system."""
-    directory, usual = Path(tempfile.gettempdir()), Path("/tmp")
+    directory, usual = temporary_directory(), Path("/tmp")
     is_long = len(os.fsencode(directory)) > _MOST_FOR_SOCKETS
     return usual if is_long and usual.is_dir() and os.access(usual, os.W_OK) else directory
 
@@ -59,6 +70,8 @@ def claim(folder: Path) -> int:
     """Mark `folder` as one whose owner lives, until the returned descriptor is closed, by hand or with the process."""
     path = folder / f"{_OWNER}.new"
     descriptor = hold(path, create=True)
+    with contextlib.suppress(OSError):  # the disk is full
+        path.write_text(socket.gethostname())
     path.rename(folder / _OWNER)  # so the file is locked whenever it has this name
     return descriptor
 
@@ -83,7 +96,7 @@ def run_scratch(note: Callable[[str], None]) -> Iterator[Path]:
 
 def make_claimed(kind: str) -> tuple[Path, int]:
     """Make a folder for this process in the temporary folder; return it and the descriptor that claims it."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{kind}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{kind}-", dir=temporary_directory()))
     return folder, claim(folder)
 
 
@@ -99,10 +112,10 @@ def sweep() -> list[Path]:
     """Remove the files of this user's runs whose processes were all killed; return their paths. Spares living runs.
 
     Removed are claimed folders, of sockets and of reward workers, with all scratch of their run, and segments and
-    folders of weights that no process holds.
+    folders of weights that no process holds. What processes of other machines have claimed is left to these.
     """
     swept: list[Path] = []
-    temporary = {Path(tempfile.gettempdir()), socket_directory()}
+    temporary = {temporary_directory(), socket_directory()}
     for folder in [folder for directory in temporary for folder in directory.glob(_FOLDERS)]:
         if not folder.is_symlink() and _is_ours(folder) and _is_abandoned(folder / _OWNER):
             _remove(folder)
@@ -110,20 +123,27 @@ def sweep() -> list[Path]:
     for directory in scratch_directories():
         for path in directory.glob(_FILES):
             lock = path / _OWNER if path.is_dir() else path
-            if not path.is_symlink() and _is_ours(path) and _is_old(lock) and _is_abandoned(lock):
+            run = directory / path.name.split(".")[1]  # if its folder is left, it lives or is another machine's
+            if not (run.exists() or path.is_symlink()) and _is_ours(path) and _is_old(lock) and _is_abandoned(lock):
                 _remove(path)
                 swept.append(path)
     return swept
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether there is such a file and no process holds it. Hostile code may have put something else in its place."""
+    """Whether there is such a file and no process holds it, nor one of another machine that is named in it.
+
+    Hostile code may have put something else in its place.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return False
+        host = os.read(descriptor, 256) if path.name == _OWNER and _MEMORY not in path.parents else b""
+        if host not in (b"", socket.gethostname().encode()):
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -68,6 +68,7 @@ def keep(arguments: Sequence[str], serve: Serve, *, start_helper: StartHelper | 
     while True:
         readable, _, _ = select.select([0, wakeup], [], [])
         if 0 in readable:
+            os.kill(child, signal.SIGKILL)  # without /proc `kill_descendants` finds nothing, and waits
             break
         os.read(wakeup, 4096)
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -8,7 +8,8 @@
     limits      address space, CPU time, file size, open files, processes, core dumps
     syscalls    a filter of system calls (`seccomp.py`)
 
-Linux only; elsewhere `limits` is all there is. Nothing here imports more than the standard library.
+Linux only; elsewhere `limits` is all there is, without the address space. Nothing here imports more than the standard
+library.
 """
 
 from __future__ import annotations
@@ -106,9 +107,10 @@ def enter_namespaces(*, network: Network = "none") -> Namespaces:
     uid, gid = os.geteuid(), os.getegid()
     if not _call("unshare", flags | _CLONE_NEWUSER):
         return Namespaces()
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    with contextlib.suppress(OSError):  # AppArmor may grant the namespaces and deny all capabilities in them
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     has_loopback = network == "gateway" and _raise_loopback()
     return Namespaces(is_separate=True, is_user_namespace=True, has_loopback=has_loopback)
 
@@ -254,9 +256,8 @@ def wake_at_childrens_ends() -> int:
 
 def be_killed_first() -> None:
     """Let the system end this process and its children first, not the trainer, when memory runs out."""
-    adjustment = Path("/proc/self/oom_score_adj")
-    if adjustment.exists():
-        adjustment.write_text("1000")
+    with contextlib.suppress(OSError):  # no /proc, or one that is not to be written to
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def become_unreadable() -> None:
@@ -351,14 +352,15 @@ def limit_resources(
     """Bound this process and its children; the address space to what it uses now and `memory_bytes` more.
 
     The number of processes, threads included, is counted per user, so it is bounded only for a user of the worker's
-    own.
+    own. macOS has no limit of the address space.
     """
     _set_limit(resource.RLIMIT_CORE, 0)
     _set_limit(resource.RLIMIT_FSIZE, file_bytes)
     _set_limit(resource.RLIMIT_NOFILE, open_files)
     if is_own_user:
         _set_limit(resource.RLIMIT_NPROC, num_processes)
-    _set_limit(resource.RLIMIT_AS, (address_space_bytes() if used_bytes is None else used_bytes) + memory_bytes)
+    if sys.platform.startswith("linux"):
+        _set_limit(resource.RLIMIT_AS, (address_space_bytes() if used_bytes is None else used_bytes) + memory_bytes)
 
 
 def address_space_bytes() -> int:
@@ -407,7 +409,7 @@ def kill_orphans() -> None:
     All are stopped before the first is killed, so that none starts another meanwhile.
     """
     stopped: set[int] = set()
-    while found := set(_children(os.getppid())) - {os.getpid()} - stopped:
+    while found := _siblings() - stopped:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGSTOP)
@@ -422,6 +424,21 @@ def _children(pid: int) -> list[int]:
         return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def _siblings() -> set[int]:
+    """The other children of this process's parent, by their numbers here: /proc may be that of a namespace outside."""
+    found = [child for parent in _numbers("self", "PPid") for child in _children(parent)]
+    return {number for child in found for number in _numbers(child, "NSpid")[-1:]} - {os.getpid()}
+
+
+def _numbers(pid: int | str, field: str) -> list[int]:
+    """Return the numbers of a field of a process's status in /proc; none where there is no such process, or field."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(number) for line in lines if line.startswith(f"{field}:") for number in line.split()[1:]]
 
 
 def _descendants(root: int) -> Iterable[int]:

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from slipstream.core.errors import ConfigError
+from slipstream.core.plain import wrong_text
 from slipstream.core.processes import module_folders
 from slipstream.core.scratch import make_claimed
 from slipstream.jail.confinement import WorkerLayout
@@ -107,15 +109,18 @@ class Spares:
 class JailedWorker(Generic[Message]):
     """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds.
 
-    `setup` is the first frame that the worker gets.
+    `setup` is the first frame that the worker gets. ConfigError where a folder of modules has no path in UTF-8.
     """
 
     def __init__(self, kind: WorkerKind[Message], setup: msgspec.Struct, permissions: Permissions) -> None:
+        sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *permissions.folders]]
+        if odd := [path for path in sys_path if wrong_text(path)]:
+            what = "workers look for modules in a folder whose path is not UTF-8"
+            raise ConfigError(what, got=ascii(odd[0]), hint="start in another folder, or rename it")
         ours, theirs = socket.socketpair()
         folder, self._claim = make_claimed(kind.scratch)
         self._scratch = str(folder)
         environment = _environment(permissions.environment) | {"HOME": self._scratch, "TMPDIR": self._scratch}
-        sys_path = [os.path.abspath(path) for path in [*sys.path, os.getcwd(), *permissions.folders]]
         home = os.path.expanduser("~")  # may be another folder than the account's
         layout = WorkerLayout(
             scratch=self._scratch,

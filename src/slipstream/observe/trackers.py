@@ -83,7 +83,7 @@ def open_trackers(config: RunConfig, run_dir: Path, *, first_step: int, note: Ca
     feeds = []
     for name in chosen.names:
         log = run_dir / "logs" / f"tracker-{name}.log"
-        feed = Feed(name, [sys.executable, "-m", "slipstream.observe.sinks", name], log)
+        feed = Feed(name, [sys.executable, "-P", "-m", "slipstream.observe.sinks", name], log)
         feed.put(begin)
         feeds.append(feed)
     return Trackers(feeds, note=note, deadline_s=chosen.deadline_s)

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import struct
 import uuid
 from pathlib import Path
@@ -187,16 +188,17 @@ class SharedMemory:
     def create(
         self, num_bytes: int, num_slots: int, holding: Holding | None = None, handle: bytes = b""
     ) -> SegmentSlots:
-        """A new segment in the first directory with room; its space is reserved, so writing cannot fail later.
+        """A new segment in the first directory with room for all of it; its space is reserved, so writing cannot fail.
 
         But for the last of several slots, which few runs ever write: its space is reserved by its first `invalidate`.
+        Where no directory has room for that slot too, the first with room for the others is taken.
         With a `handle`, by which others find the bytes, there is no space for them here.
         """
         if not 1 <= num_slots <= _MAX_SLOTS:
             raise WeightSyncError("bad number of slots", got=num_slots, allowed=f"1..{_MAX_SLOTS}")
         encoded = b"" if holding is None else wire.encode(holding)
         places = _Places(num_bytes, num_slots, len(encoded), len(handle))
-        for directory in self._directories:
+        for directory in sorted(self._directories, key=lambda directory: not _has_room(directory, places.size)):
             path = directory / f"{self._prefix}{uuid.uuid4().hex[:12]}"
             try:
                 _allocate(path, places)
@@ -222,6 +224,12 @@ class SharedMemory:
         if not path.name.startswith(self._prefix):
             raise WeightSyncError("this segment belongs to another run", got=name, allowed=f"{self._prefix}*")
         return SegmentSlots(path, is_owner=False)
+
+
+def _has_room(directory: Path, num_bytes: int) -> bool:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(directory).free >= num_bytes
+    return False
 
 
 def _allocate(path: Path, places: _Places) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.fields import Precision
-from slipstream.core.scratch import claim
+from slipstream.core.scratch import claim, temporary_directory
 from slipstream.generator.vllm.settings import DTYPES
 from slipstream.models.config import TransformerConfig, config_to_hf
 from slipstream.models.hf import logical_tensors, write_json, write_weights
@@ -82,7 +82,7 @@ class WeightFolder:
         """
         self._save = save
         places = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []
-        for place in [*places, Path(tempfile.gettempdir())]:
+        for place in [*places, temporary_directory()]:
             if shutil.disk_usage(place).free > 2 * num_bytes:
                 self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}vllm-", dir=place))
                 self._claim: int | None = claim(self.path)
@@ -90,7 +90,7 @@ class WeightFolder:
         raise WeightSyncError(
             "no room for the weights on their way to vLLM",
             got=f"{2 * num_bytes} bytes needed",
-            allowed=f"{SHARED_MEMORY} or {tempfile.gettempdir()}",
+            allowed=f"{SHARED_MEMORY} or {temporary_directory()}",
         )
 
     def write(self, push: int) -> Path:
