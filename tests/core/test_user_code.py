@@ -74,3 +74,15 @@ def test_a_script_is_imported_as_far_as_its_own_run(place: Path) -> None:
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         named("script.py:f")
     assert not SCRIPTS_BEING_IMPORTED
+
+
+def test_modules_beside_a_file_are_found(place: Path) -> None:
+    """As by a worker of rewards, which looks there, too."""
+    (place / "apart").mkdir()
+    (place / "apart" / "beside_a_file.py").write_text("ONE = 1\n")
+    (place / "in_the_working_folder.py").write_text("TWO = 2\n")
+    text = "from beside_a_file import ONE\nfrom in_the_working_folder import TWO\n\ndef f():\n    return ONE + TWO\n"
+    (place / "apart" / "file.py").write_text(text)
+    before = list(sys.path)
+    assert named("apart/file.py:f")() == 3
+    assert sys.path == before

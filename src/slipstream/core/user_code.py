@@ -56,31 +56,30 @@ def importing(script: str) -> Iterator[None]:
 def module_of(location: str, text: str | None) -> ModuleType:
     """Import the module `location`; or run `text`, which the file `location` holds, as a module.
 
-    A script runs as far as its own `slipstream.run`. Raises what the import raises.
+    A script runs as far as its own `slipstream.run`, and finds the modules beside it. Raises what the import raises.
     """
     if text is None:
-        with _working_folder_on_path():
+        with _on_path(os.getcwd()):
             return importlib.import_module(location)
     module = ModuleType(f"slipstream_user_{Path(location).stem}")
     module.__file__ = location
     sys.modules[module.__name__] = module
-    with importing(location):
+    with importing(location), _on_path(str(Path(location).absolute().parent)), _on_path(os.getcwd()):
         exec(compile(text, location, "exec", dont_inherit=True), vars(module))  # else annotations were texts there
     return module
 
 
 @contextlib.contextmanager
-def _working_folder_on_path() -> Iterator[None]:
-    """Let modules be found in the working folder, as workers find them; `python script.py` does not look there."""
-    here = os.getcwd()
-    is_new = here not in sys.path
+def _on_path(folder: str) -> Iterator[None]:
+    """Let modules be found in `folder`, behind all others. Workers look in the working folder and beside files, too."""
+    is_new = folder not in sys.path
     if is_new:
-        sys.path.append(here)
+        sys.path.append(folder)
     try:
         yield
     finally:
-        if is_new and here in sys.path:
-            sys.path.remove(here)
+        if is_new and folder in sys.path:
+            sys.path.remove(folder)
 
 
 def member(module: ModuleType, location: str, name: str, *, kind: str = "function") -> Callable[..., Any]:
@@ -190,7 +189,7 @@ def _file_of(location: str, name: str) -> Path | None:
         return Path(location).expanduser()
     package, *parts = location.split(".")
     try:
-        with _working_folder_on_path():
+        with _on_path(os.getcwd()):
             spec = importlib.util.find_spec(package)
             for part in parts:  # `find_spec` of the whole would import the package
                 spec = spec and PathFinder.find_spec(part, spec.submodule_search_locations or [])
