@@ -797,6 +797,9 @@ def test_bad_input_ends_a_job_and_lost_machines_do_not_count() -> None:
         assert fail["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
         assert ignore["action"] == "Ignore"
         assert ignore["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+        waits = {each["key"].partition("/")[2]: each["tolerationSeconds"] for each in pod_of(job)["tolerations"]}
+        assert waits == {"unreachable": 30, "not-ready": 30}, "a machine that is gone is not waited for five minutes"
+        assert {each["effect"] for each in pod_of(job)["tolerations"]} == {"NoExecute"}
 
 
 def test_submitting_passes_a_key_through_a_pipe_and_applies_everything(cluster: Cluster) -> None:

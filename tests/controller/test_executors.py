@@ -19,7 +19,7 @@ import pytest
 
 from slipstream.controller import executors, pool
 from slipstream.controller.controller import Controller
-from slipstream.controller.meeting import Cluster, Listen, attend, read_spec
+from slipstream.controller.meeting import SPEC_KEY, Cluster, Listen, attend, read_spec
 from slipstream.controller.membership import Membership
 from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline, RunInput
@@ -32,7 +32,7 @@ from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ExecutorDied, ExecutorLost
 from slipstream.core.interrupts import Interrupted
 from slipstream.core.keys import RunKeys
-from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost
+from slipstream.core.peer_messages import Failed, Joined, Leaving, Left, PeerJoined, PeerLost, Peers
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import ScheduleConfig
 from slipstream.core.service_messages import Admit, Checkpoint, CheckpointSaved, Counters, Exported, Noted, Ready
@@ -72,6 +72,13 @@ class Played:
             while (message := self.ports.inputs[port].get_nowait()) is not None:
                 if isinstance(message, kind):
                     return message
+
+    def hears_of(self, change: PeerJoined | PeerLost) -> Peers:
+        """The next message that tells of `change`."""
+        while True:
+            message = self.hears(Peers, port=MEMBERSHIP)
+            if isinstance(message, Peers) and change in message.changes:
+                return message
 
     def hears_nothing_more(self, *, port: str = "commands") -> bool:
         return not wait([self.ports.inputs[port]], self.ports.outputs.values(), timeout_s=0.2)
@@ -213,8 +220,8 @@ def test_a_generator_that_fails_is_shut_out_its_groups_go_elsewhere_and_it_comes
     assert run.schedule.readmit == [0, 1], "the other replica is full"
     assert run.controller.executors.missing == ["generator-0", "generator-0@1"]
     for peer in (trainer, other):
-        peer_lost = [peer.hears(PeerLost, port=MEMBERSHIP) for _ in range(2)]
-        assert peer_lost == [PeerLost(executor=name, incarnation=1) for name in ("generator-0", "generator-0@1")]
+        lost = tuple(PeerLost(executor=name, incarnation=1) for name in ("generator-0", "generator-0@1"))
+        assert peer.hears_of(lost[0]) == Peers(changes=lost)
 
     for _ in range(2):
         other.say(finished(2, replica=1))
@@ -239,8 +246,8 @@ def test_a_generator_that_fails_is_shut_out_its_groups_go_elsewhere_and_it_comes
     run.until(lambda: not run.controller.executors._membership.is_absent("generator-0"), "it is there again")
     assert run.observer.notes[-1] == "generator-0 has joined (incarnation 2)"
     for peer in (trainer, other):
-        joined = [peer.hears(PeerJoined, port=MEMBERSHIP) for _ in range(2)]
-        assert joined == [PeerJoined(executor=name, incarnation=2) for name in ("generator-0", "generator-0@1")]
+        joined = tuple(PeerJoined(executor=name, incarnation=2) for name in ("generator-0", "generator-0@1"))
+        assert peer.hears_of(joined[0]) == Peers(changes=joined)
     for one in (lead, follower):
         one.say(Ready(executor=one.name))
     lead.say(swapped(0), Counters(executor="generator-0", values={"generated_tokens": 1.0}))
@@ -293,8 +300,7 @@ def test_who_may_join_later_is_not_waited_for_gets_work_and_leaves_its_number(ru
         run.until(lambda: 2 in run.schedule.versions, "it holds a version")
         assert ordinals(new, 2) == [2, 3], "what nobody else has room for"
         news = PeerJoined(executor="generator-2", incarnation=incarnation)
-        while played["trainer"].hears(PeerJoined, port=MEMBERSHIP) != news:
-            pass
+        assert played["trainer"].hears_of(news) == Peers(changes=(news,))
         assert not pool.hold(store, "generator-2", "another command")
         new.say(Left(executor="generator-2"))
         run.until(lambda: run.schedule.readmit == [2, 3], "the loss")
@@ -357,6 +363,32 @@ def test_without_the_trainer_or_with_broken_weights_there_is_no_run(
     with pytest.raises(ExecutorDied, match=what) as raised:
         run.until(lambda: False, "never")
     assert type(raised.value) is kind
+
+
+def test_a_trainer_that_gave_up_before_it_joined_and_comes_again_is_no_loss(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "CAUSE_DEADLINE_S", TIMEOUT_S)
+    with ThreadPoolExecutor(4) as threads:
+        coming = [threads.submit(run.connect, name) for name in run.pipeline.members[:-1]]
+        run.controller.executors.launch(run.transport_dir, "run-1", run.controller.cluster)
+        played = {one.name: one for one in (future.result() for future in coming)}
+    played["trainer"].say(LOST_A_RANK)
+    run.until(lambda: "trainer" in run.controller.executors._suspects, "its error")
+    [again] = run.start_again("trainer")
+    again.join()
+    run.until(lambda: not run.controller.executors._membership.is_absent("trainer"), "it is there")
+    run.controller.executors._clock = VirtualClock(1e9)  # long after
+    run.controller.executors.work()
+
+
+def test_a_run_that_ends_lets_no_group_join_any_more(run: Run) -> None:
+    """It would load a model for an attempt that is over, in place of the next one's."""
+    run.start()
+    store = attend(str(run.address), timeout_s=TIMEOUT_S)
+    assert read_spec(store, run.keys, timeout_s=TIMEOUT_S)
+    run.controller.executors.end(lambda _: None, is_failed=True)
+    assert not store.check([SPEC_KEY])
 
 
 def test_a_machine_that_alone_cannot_take_a_version_ends_no_run(run: Run) -> None:

@@ -16,7 +16,7 @@ from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ChannelClosed, ChannelTimeout, RankError, ShapeError
 from slipstream.core.executor import Context, Executor
-from slipstream.core.peer_messages import Failed, Left, PeerJoined, PeerLost
+from slipstream.core.peer_messages import Failed, Left, PeerJoined, PeerLost, Peers
 from slipstream.core.ports import Outbox
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.service_messages import Ready
@@ -88,9 +88,8 @@ class Trainer:
         self.ends = connect_local(channels)
         self.host = Host(node, self.ends["trainer"], channels, folder, run_id="run-1", clock=clock)
 
-    def told(self, *messages: Message) -> None:
-        for message in messages:
-            self.ends["controller"].outputs[MEMBERSHIP].put(message)
+    def told(self, *changes: PeerJoined | PeerLost) -> None:
+        self.ends["controller"].outputs[MEMBERSHIP].put(Peers(changes=changes))
 
     def said(self) -> list[Message]:
         inbox, found = self.ends["controller"].inputs["events"], []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import pytest
 from slipstream.controller import executors as module
 from slipstream.controller.executors import CAUSE_DEADLINE_S, Executors
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
+from slipstream.controller.restarts import Patience
 from slipstream.core.addresses import LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ExecutorDied, ExecutorLost
-from slipstream.core.peer_messages import Failed, Joined, PeerJoined, PeerLost
+from slipstream.core.peer_messages import Failed, Joined, PeerJoined, PeerLost, Peers
 from slipstream.core.recipes import resolve
 from slipstream.core.service_messages import Admit, Counters, Ready
 from slipstream.core.types import CompletionFinished, Message, Prompt, ReplicaLost, StepDone
@@ -190,7 +191,8 @@ def test_a_generator_that_is_killed_takes_its_ranks_along_and_comes_back(make: A
     assert "the log of generator-0" in note
     trainer = run.play("trainer").inputs[MEMBERSHIP]
     assert wait([trainer], run.executors._ports.outputs.values(), timeout_s=5)
-    assert trainer.get_nowait() == PeerLost(executor="generator-0", incarnation=1)
+    lost = tuple(PeerLost(executor=name, incarnation=1) for name in ("generator-0", "generator-0@1"))
+    assert trainer.get_nowait() == Peers(changes=lost)
 
     num_started = len(run.started)
     run.clock.advance(0.4)
@@ -205,7 +207,8 @@ def test_a_generator_that_is_killed_takes_its_ranks_along_and_comes_back(make: A
     told = []
     while wait([trainer], run.executors._ports.outputs.values(), timeout_s=0.3):
         told.append(trainer.get_nowait())
-    assert PeerJoined(executor="generator-0@1", incarnation=2) in told
+    back = tuple(PeerJoined(executor=name, incarnation=2) for name in ("generator-0", "generator-0@1"))
+    assert told == [Peers(changes=back)]
 
 
 def test_last_words_of_the_lost_are_heard_before_its_loss_and_not_after(make: Any) -> None:
@@ -415,6 +418,51 @@ def test_when_nothing_goes_on_the_silent_one_is_named(make: Any) -> None:
     assert run.executors.heard_s == run.clock.now_s()
     with pytest.raises(ExecutorLost, match=r"'trainer' was lost"):
         run.executors.accuse_the_silent()
+
+
+def test_a_run_that_was_stopped_and_goes_on_accuses_nobody(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z and fg, or `docker pause`: nobody was heard while it slept, and nobody could be."""
+    monkeypatch.setattr(module, "WAKE_EVERY_S", 0.0)
+    run = make()
+    run.dies("rewards")
+    run.work()
+    run.clock.advance(0.5)
+    run.work()
+    starting = run.children["rewards"]
+
+    @contextmanager
+    def stopped() -> Iterator[None]:
+        yield
+        run.clock.advance(10 * DEADLINE_S)
+
+    run.executors.sleep(stopped)
+    run.executors.check_deadline("training", 100 * DEADLINE_S, "rollouts")
+    run.work()
+    assert not starting.is_killed, "it has its time to start yet"
+    assert run.restarts == {"rewards": 1}
+    run.clock.advance(DEADLINE_S + 1)
+    run.executors.check_deadline("training", 100 * DEADLINE_S, "rollouts")
+    assert run.restarts == {"rewards": 1, "generator-0": 1}, "from then on as ever"
+
+
+def test_a_replica_may_take_as_long_to_start_vllm_as_its_own_limit_says(make: Any) -> None:
+    """Nothing else happens meanwhile, for longer than the deadline of the run."""
+    run = make()
+    config = run.executors.config
+    generator = config.generator.model_copy(update={"engine": "vllm"})
+    run.executors._patience = Patience(config.model_copy(update={"generator": generator}))
+    vllm, num_waits = generator.vllm, 0
+    assert vllm.start_timeout_s > 3 * DEADLINE_S
+    run.executors.ready.discard("generator-1")
+    child, others = run.children["generator-1"], [name for name in run.children if name != "generator-1"]
+    end_s = run.clock.now_s() + vllm.start_timeout_s
+    while run.clock.now_s() < end_s:
+        answering(run, others, 10.0)
+        run.executors.check_deadline("all executors to be ready", 100 * DEADLINE_S, "")
+        num_waits += 1
+        assert not child.is_killed, f"after {10 * num_waits} s"
+    answering(run, others, vllm.answer_timeout_s + 10.0)
+    assert child.is_killed
 
 
 def test_what_is_sent_to_one_that_is_away_is_dropped(make: Any) -> None:

@@ -1,19 +1,23 @@
-"""Who is there and who is silent, of groups on other machines and of children, in virtual time and without sockets."""
+"""Who is there, who is silent and who is told, of groups on other machines and of children, in virtual time."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.controller.membership import Change, Membership
-from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline
+from slipstream.controller.pipeline import CONTROLLER, MEMBERSHIP, Node, Pipeline
+from slipstream.core.addresses import LocalAddresses
+from slipstream.core.channel import Ports, connect_by_book, connect_local, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.lease import BEATS_PER_LEASE, Lease
-from slipstream.core.peer_messages import Joined, PeerJoined, PeerLost
+from slipstream.core.peer_messages import Joined, PeerJoined, PeerLost, Peers
 from slipstream.core.types import Message
 
 LEASE_S = 8.0
@@ -90,9 +94,9 @@ def test_everybody_is_told_who_is_there_after_the_way_to_it_is_open(remote: Remo
     assert remote.groups.remote_present == ["generator-0", "trainer"]
     assert remote.ports.calls == [
         *(("rejoin", name, 1) for name in TWO),
-        *((PeerJoined(executor=name, incarnation=1),) for name in TWO),
+        (Peers(changes=tuple(PeerJoined(executor=name, incarnation=1) for name in TWO)),),
         ("rejoin", "trainer", 1),
-        (PeerJoined(executor="trainer", incarnation=1),),
+        (Peers(changes=(PeerJoined(executor="trainer", incarnation=1),)),),
     ]
     assert remote.joined("rewards") == [], "a child of the controller has no need to"
 
@@ -105,7 +109,7 @@ def test_one_silent_rank_ends_its_group_after_a_lease_and_no_other(remote: Remot
     assert remote.live(1.0) == [Change("generator-0", TWO, 1, is_lost=True)]
     assert remote.ports.calls == [
         *(("shut_out", name, 1) for name in TWO),
-        *((PeerLost(executor=name, incarnation=1),) for name in TWO),
+        (Peers(changes=tuple(PeerLost(executor=name, incarnation=1) for name in TWO)),),
     ]
     assert remote.groups.is_absent("generator-0@1")
     assert remote.live(3 * LEASE_S) == [], "what is lost is lost once, and no lease of it is left"
@@ -142,7 +146,7 @@ def test_a_child_is_there_from_the_beginning_and_comes_back_with_a_higher_incarn
     assert remote.groups.incarnations == {"rewards": 2}
 
 
-def test_a_newcomer_hears_what_has_become_of_the_others_meanwhile(remote: Remote) -> None:
+def test_a_newcomer_alone_hears_what_has_become_of_the_others_meanwhile(remote: Remote) -> None:
     """It knows them as they were when it was started; one that was lost and came back since has another address."""
     remote.join()
     remote.groups.lost("rewards", remote.ports)
@@ -153,13 +157,73 @@ def test_a_newcomer_hears_what_has_become_of_the_others_meanwhile(remote: Remote
     remote.joined("generator-0", 2)
     remote.joined("generator-0@1", 2)
     told = [call[0] for call in remote.ports.calls if len(call) == 1]
+    missed = (PeerLost(executor="trainer", incarnation=1), PeerJoined(executor="rewards", incarnation=2))
     assert told == [
-        PeerJoined(executor="generator-0", incarnation=2),
-        PeerJoined(executor="generator-0@1", incarnation=2),
-        PeerLost(executor="trainer", incarnation=1),
-        PeerJoined(executor="rewards", incarnation=2),
+        Peers(changes=tuple(PeerJoined(executor=name, incarnation=2) for name in TWO)),
+        *(Peers(changes=missed, member=number) for number in (0, 1)),
     ]
     assert [call[:2] for call in remote.ports.calls if len(call) > 1] == [("rejoin", name) for name in TWO]
+
+
+class Fleet:
+    """A trainer and replicas on other machines, and the controller's real channels to them."""
+
+    def __init__(self, folder: Path, opened: ExitStack, num_replicas: int) -> None:
+        folder.chmod(0o700)
+        names = ["trainer", *(f"generator-{number}" for number in range(num_replicas))]
+        self.pipeline = Pipeline(tuple(Node(name, os.path.join, host="torchrun") for name in names), (), deadline_s=0.5)
+        self.opened, self.book = opened, LocalAddresses(self.pipeline.all_channels, folder)
+        self.membership = Membership(self.pipeline, lease_s=LEASE_S, clock=VirtualClock())
+        self.controller = self.connect(CONTROLLER, 1)
+
+    def connect(self, name: str, incarnation: int) -> Ports:
+        ports = connect_by_book(self.pipeline.all_channels, [name], self.book, incarnation)[name]
+        self.opened.callback(ports.close)
+        return ports
+
+    def joined(self, name: str, incarnation: int) -> None:
+        self.membership.joined(Joined(executor=name, incarnation=incarnation), self.controller)
+
+    def told(self, ports: Ports, count: int) -> list[Peers]:
+        """The next so many messages at the port of a process."""
+        found: list[Peers] = []
+        while len(found) < count:
+            assert wait([ports.inputs[MEMBERSHIP]], self.controller.outputs.values(), timeout_s=50), found
+            while (message := ports.inputs[MEMBERSHIP].get_nowait()) is not None:
+                assert isinstance(message, Peers)
+                found.append(message)
+        return found
+
+
+def test_many_that_come_back_at_once_wait_for_nobody_who_trains_or_loads(tmp_path: Path) -> None:
+    """Nobody reads meanwhile. Each hears of each change once, in one message, and a newcomer of all it has missed."""
+    with ExitStack() as opened:
+        fleet = Fleet(tmp_path, opened, 60)
+        trainer, replicas = fleet.connect("trainer", 1), fleet.pipeline.members[1:]
+        for name in fleet.pipeline.members:
+            fleet.joined(name, 1)
+        last = fleet.connect(replicas[-1], 2)
+        for name in replicas:
+            fleet.membership.lost(name, fleet.controller)
+        for name in replicas:
+            fleet.joined(name, 2)  # ChannelTimeout where each join told all of all changes
+        assert fleet.controller.outputs[MEMBERSHIP].stats.wait_s == 0.0
+        news = fleet.told(trainer, 61 + 60 + 60)
+        assert news[-1] == Peers(changes=(PeerJoined(executor=replicas[-1], incarnation=2),))
+        own, missed = fleet.told(last, 2)
+        assert own == news[-1]
+        back = tuple(PeerJoined(executor=name, incarnation=2) for name in replicas[:-1])
+        assert missed == Peers(changes=back, member=len(replicas))
+
+
+def test_a_first_start_of_many_has_room_for_what_all_are_told() -> None:
+    nodes = tuple(Node(f"generator-{number}", os.path.join, host="torchrun") for number in range(1200))
+    pipeline = Pipeline((Node("trainer", os.path.join, host="torchrun"), *nodes), ())
+    ports = connect_local([c for c in pipeline.all_channels if c.target == f"trainer.{MEMBERSHIP}"])
+    membership = Membership(pipeline, lease_s=LEASE_S, clock=VirtualClock())
+    for name in pipeline.members:
+        membership.joined(Joined(executor=name, incarnation=1), ports[CONTROLLER])  # else ChannelTimeout
+    assert ports["trainer"].inputs[MEMBERSHIP].depth == 1201
 
 
 def test_a_childs_lease_begins_when_it_is_started_and_some_may_be_silent_for_longer(remote: Remote) -> None:

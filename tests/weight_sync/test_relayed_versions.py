@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from in_process import InProcess
 
+from slipstream.controller.build import default_pipeline
 from slipstream.core.channel import connect_local, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered
+from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered, WeightsWanted
+from slipstream.core.recipes import resolve
 from slipstream.weight_sync.copying import HOST
 from slipstream.weight_sync.publisher import Publisher
 from slipstream.weight_sync.relay import Availability, Shelf, SlotSource
@@ -310,6 +312,35 @@ def test_a_source_that_does_nothing_is_given_up(tmp_path: Path) -> None:
         assert second.parent == -1
         assert second.subscriber.stats.num_failed_transfers == 1
         rig.take(0, [first])
+
+
+def test_a_replica_that_still_loads_does_not_hold_up_the_links_of_a_hundred_others(tmp_path: Path) -> None:
+    """Each is told of every link, and offered again what was there before; it reads nothing of that meanwhile."""
+    number = 100
+    config = resolve("quickstart", {"generator": {"replicas": number}})
+    channels = default_pipeline(config, remote=("trainer", "generator")).all_channels
+    ports = connect_local([channel for channel in channels if channel.name.startswith("weights/")])
+    trainer = ports["trainer"]
+    store = dist.FileStore(str(tmp_path / "links"), -1)
+    links = Links(store, place=Place("t"), timeout_s=1.0, bucket_bytes=BUCKET_BYTES)
+    publisher = Publisher(
+        trainer.outputs["weights"],
+        trainer.inputs["weights-released"],
+        InProcess(),
+        num_readers=number,
+        links=links,
+    )
+    with closing(publisher):
+        publisher.open(torch.zeros(NUM_BYTES // 4), holding=holding())
+        publisher.publish(0, TOKENS, np.zeros(3, np.float32))
+        for replica in range(number - 1):
+            publisher.add_reader(replica)
+            asks = WeightsWanted(replica=replica, rank=0, world=1, is_linked=True, host="b")
+            ports[f"generator-{replica}"].outputs["weights-released"].put(asks)
+            publisher.poll()  # ChannelTimeout, where there was no room
+        assert ports[f"generator-{number - 1}"].inputs["weights"].depth == 1 + 2 * (number - 1)
+    for each in ports.values():
+        each.close()
 
 
 @pytest.mark.parametrize("broken", [[0], [1], [0, 1]])

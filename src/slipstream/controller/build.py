@@ -231,7 +231,13 @@ def default_pipeline(
             for member in node.members[1:]
         ),
         *(
-            weights(f"weights/{member}", "trainer.weights", f"{member}.weights", deadline_s=deadline_s)
+            weights(
+                f"weights/{member}",
+                "trainer.weights",
+                f"{member}.weights",
+                num_replicas=len(replicas),
+                deadline_s=deadline_s,
+            )
             for node in replicas
             for member in node.members
         ),

@@ -89,6 +89,7 @@ class Executors:
         self._serving: set[str] = set()  # those that have loaded: the trainer is ready after its warm start only
         self._clock, self._note, self._lost, self._spans = clock, note, lost, spans
         self._ports = Ports()
+        self._place: MeetingPlace | None = None
         self._inline: list[Host] = []
         self._nodes = {node.name: node for node in pipeline.nodes}
         self._children: dict[str, Child] = {}
@@ -109,7 +110,7 @@ class Executors:
         channels, deadline_s = self.pipeline.all_channels, self.config.deadline_s
         self._loading_s = self._told_s = self._clock.now_s()
         book: AddressBook = LocalAddresses(channels, transport_dir)
-        self._transport_dir, self._run_id, self._place = transport_dir, run_id, None
+        self._transport_dir, self._run_id = transport_dir, run_id
         if cluster is not None:
             place = MeetingPlace(cluster, self.pipeline, lease_s=self.config.lease_s, deadline_s=deadline_s)
             book, self._place = place.addresses(transport_dir), place
@@ -217,7 +218,10 @@ class Executors:
         return has_worked
 
     def sleep(self, asleep: Callable[[], AbstractContextManager[None]]) -> None:
-        """Sleep until there may be an event or work, a second at most. `asleep` is as in `core.channel.wait`."""
+        """Sleep until there may be an event or work, a second at most. `asleep` is as in `core.channel.wait`.
+
+        A process that was stopped meanwhile (Ctrl-Z, `docker pause`) has heard nobody, and waits anew.
+        """
         if self._found:
             return
         inboxes = [*self._ports.inputs.values(), *(i for host in self._inline for i in host.ports.inputs.values())]
@@ -229,20 +233,25 @@ class Executors:
         ends += [WAKE_EVERY_S, self._membership.wait_s(), self._restarts.wait_s()]
         awaited = [outbox for outbox in self._ports.outputs.values() if not outbox.is_quiet]  # few of a large fleet's
         wait(inboxes, awaited, fds, min(ends), asleep=asleep)
+        stopped_s = self._clock.now_s() - now_s - min(ends)
+        if stopped_s > self.config.lease_s / 2:  # leases begin anew by themselves (`Lease.listens`)
+            self.heard_s = self._clock.now_s()
+            self._coming = {group: end_s + stopped_s for group, end_s in self._coming.items()}
 
     def check_deadline(self, what: str, waited_s: float, waits_for: str) -> None:
         """Raise SlipstreamError where there was no event for `deadline_s` of `waited_s`, and no process is to blame.
 
-        The controller waits for `what`, the trainer for `waits_for`.
+        The controller waits for `what`, the trainer for `waits_for`. While processes start, vLLM may take its time.
         """
         silent_s = min(waited_s, self._clock.now_s() - self.heard_s)
-        if silent_s <= self.config.deadline_s or self.accuse_the_silent():
+        missing = self.missing if silent_s > self.config.deadline_s else []
+        limit_s = self._patience.start_s if missing else self.config.deadline_s
+        if silent_s <= limit_s or self.accuse_the_silent():
             return
-        missing = self.missing
         raise SlipstreamError(
             f"nothing happened for {silent_s:.0f} s while waiting for {what}",
             got=f"not ready: {', '.join(missing)}" if missing else f"the trainer waits for {waits_for}",
-            allowed=f"deadline_s = {self.config.deadline_s:g}",
+            allowed=f"deadline_s = {self.config.deadline_s:g}" + (f"; {limit_s:g} s to start" if missing else ""),
             hint=f"see {self.run_dir / 'logs'}; raise deadline_s if a single step takes longer",
         )
 
@@ -261,6 +270,8 @@ class Executors:
             ends.callback(self._kill_children)
             if is_at_once:
                 self._kill_children()
+            if self._place is not None:
+                self._place.withdraw()
             for host in reversed(self._inline):
                 ends.callback(host.close)
             ends.callback(self._end_children)
@@ -425,6 +436,8 @@ class Executors:
         for change in changes:
             if not change.is_lost:
                 self._coming.pop(change.group, None)
+                for member in change.members:
+                    self._suspects.pop(member, None)
                 self._spans.instant("joined", executor=change.group, incarnation=change.incarnation)
                 self._note(f"{change.group} has joined (incarnation {change.incarnation})")
                 continue

@@ -15,7 +15,7 @@ from slipstream.core.channel_spec import ChannelSpec
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.errors import ChannelClosed, ChannelError, ChannelTimeout, RankError
 from slipstream.core.executor import Context
-from slipstream.core.peer_messages import Failed, Leaving, Left, PeerJoined, PeerLost
+from slipstream.core.peer_messages import Failed, Leaving, Left, PeerJoined, Peers
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.ranks import rank_name, split_rank_name
 from slipstream.core.scratch import file_prefix
@@ -135,18 +135,19 @@ class Host:
         """Connect to processes that joined, shut out those that were lost. The same news again changes nothing."""
         inbox = self.ports.inputs.get(MEMBERSHIP)
         while inbox is not None and (message := inbox.get_nowait()) is not None:
-            assert isinstance(message, PeerJoined | PeerLost), "the port is the controller's"
-            is_there = isinstance(message, PeerJoined)
-            if self._peers.get(message.executor) == (message.incarnation, is_there):
-                continue
-            self._peers[message.executor] = (message.incarnation, is_there)
-            if is_there:
-                self.ports.rejoin(message.executor, message.incarnation)
-            else:
-                self.ports.shut_out(message.executor, message.incarnation)
-            self._publish_to(message.executor, is_there=is_there)
-            if is_there:
-                self.executor.rejoined(message.executor)
+            assert isinstance(message, Peers), "the port is the controller's"
+            for change in message.changes:
+                executor, incarnation, is_there = change.executor, change.incarnation, isinstance(change, PeerJoined)
+                if self._peers.get(executor) == (incarnation, is_there):
+                    continue
+                self._peers[executor] = (incarnation, is_there)
+                if is_there:
+                    self.ports.rejoin(executor, incarnation)
+                else:
+                    self.ports.shut_out(executor, incarnation)
+                self._publish_to(executor, is_there=is_there)
+                if is_there:
+                    self.executor.rejoined(executor)
 
     def _publish_to(self, executor: str, *, is_there: bool) -> None:
         """Add or drop a replica as a reader of weights: drop it with its first rank, add it with its last."""

@@ -4,6 +4,9 @@
     it has ended, or is silent     -> lost   -> PeerLost to all, who forget it and refuse what still comes of it
     it is started again            -> Joined, with a higher incarnation
 
+A change is one message (`Peers`), and so is all that a process which joins has missed: many may join while others load
+a model or train, and read nothing.
+
 Groups on other machines are started by their agents, which start them again, too. The controller's own children are
 there from the beginning, and `controller/executors.py` starts them again.
 """
@@ -12,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from slipstream.controller.pipeline import MEMBERSHIP, Pipeline
 from slipstream.core.channel import Ports
 from slipstream.core.clock import Clock
+from slipstream.core.errors import ChannelClosed
 from slipstream.core.lease import Lease
-from slipstream.core.peer_messages import Joined, PeerJoined, PeerLost
+from slipstream.core.peer_messages import Joined, PeerJoined, PeerLost, Peers
 from slipstream.core.ranks import split_rank_name
 
 
@@ -125,6 +130,7 @@ class Membership:
             present=local,
             later=[node.name for node in pipeline.nodes if node.joins_later],
         )
+        self._numbers = {member: number for number, member in enumerate(pipeline.members)}
         self._lease = Lease(lease_s, clock)
 
     def __contains__(self, executor: str) -> bool:
@@ -165,9 +171,11 @@ class Membership:
             return []
         changes = self._known.joined(message.executor, message.incarnation)
         self._tell(changes, ports)
-        if any(not change.is_lost for change in changes):
+        if changes and (missed := [news for news in self._known.news() if news not in changes]):
             # The newcomer knows the others as they were when it was started. To everybody else this is no news.
-            _broadcast([news for news in self._known.news() if news not in changes], ports)
+            for member in changes[-1].members:
+                with suppress(ChannelClosed):  # it has ended meanwhile
+                    ports.outputs[MEMBERSHIP].put(_peers(missed, member=self._numbers[member]))
         return changes
 
     def check(self, ports: Ports, *, busy: Collection[str], patience: Mapping[str, float]) -> list[str]:
@@ -214,11 +222,13 @@ class Membership:
                 else:
                     self._lease.watch(member)
                     ports.rejoin(member, change.incarnation)
-            _broadcast([change], ports)
+            ports.outputs[MEMBERSHIP].put(_peers([change]))
 
 
-def _broadcast(changes: Sequence[Change], ports: Ports) -> None:
-    for change in changes:
-        kind = PeerLost if change.is_lost else PeerJoined
-        for member in change.members:
-            ports.outputs[MEMBERSHIP].put(kind(executor=member, incarnation=change.incarnation))
+def _peers(changes: Sequence[Change], *, member: int = -1) -> Peers:
+    told = (
+        (PeerLost if change.is_lost else PeerJoined)(executor=name, incarnation=change.incarnation)
+        for change in changes
+        for name in change.members
+    )
+    return Peers(changes=tuple(told), member=member)

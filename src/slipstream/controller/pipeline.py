@@ -170,16 +170,19 @@ class Pipeline:
     def all_channels(self) -> tuple[ChannelSpec, ...]:
         """The channels given, and what every executor has besides: commands, events, releases, relays between ranks."""
         own = [channel for node in self.nodes for channel in _own_channels(node, self.deadline_s)]
+        members = self.members
         if any(node.host != "inline" for node in self.nodes):
             own += [
                 ChannelSpec(
                     name=f"{MEMBERSHIP}/{member}",
-                    kind=Kind.BROADCAST,
+                    kind=Kind.SCATTER,
                     source=f"{CONTROLLER}.{MEMBERSHIP}",
                     target=f"{member}.{MEMBERSHIP}",
+                    capacity=1024 + 8 * len(members),  # who loads a model or trains reads nothing of many losses
                     deadline_s=self.deadline_s,
+                    route=MEMBERSHIP,
                 )
-                for member in self.members
+                for member in members
             ]
         channels = (*self.channels, *(release for c in self.channels if (release := _release_of(c))), *own)
         later = {node.name for node in self.nodes if node.joins_later}
@@ -264,9 +267,10 @@ def scatter(
     ]
 
 
-def weights(name: str, source: str, target: str, *, deadline_s: float = 120.0) -> ChannelSpec:
-    """A weight-sync link from the trainer to one generator, with room for what one that is stopped leaves unread."""
-    return ChannelSpec(name, Kind.WEIGHTS, source, target, capacity=64, deadline_s=deadline_s)
+def weights(name: str, source: str, target: str, *, num_replicas: int = 1, deadline_s: float = 120.0) -> ChannelSpec:
+    """A weight-sync link from the trainer to one of `num_replicas` generators, with room for what one that is stopped
+    leaves unread: offers, and what is told of the links of all that join, twice."""
+    return ChannelSpec(name, Kind.WEIGHTS, source, target, capacity=64 + 4 * num_replicas, deadline_s=deadline_s)
 
 
 def replica_of(executor: str) -> int | None:

@@ -142,7 +142,10 @@ def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, 
         deadline_s=spec["deadline_s"],
         patience_s=spec["patience_s"],
     )
-    return connect_by_book(channels, [name], book, spec["incarnation"])[name]
+    ports = connect_by_book(channels, [name], book, spec["incarnation"])[name]
+    timeout_s = spec["deadline_s"] + max(spec["patience_s"].values(), default=0.0)
+    book.meet(spec["node"]["name"], spec["incarnation"], spec["node"]["ranks"], timeout_s=timeout_s)
+    return ports
 
 
 def run_rank(options: argparse.Namespace) -> int:
@@ -174,6 +177,7 @@ def run_rank(options: argparse.Namespace) -> int:
         spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=options.join_timeout
     )
     ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
+    book.meet(node.name, incarnation, node.ranks, timeout_s=options.join_timeout + spec.deadline_s)
     host: Host | None = None
     try:
         ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation))

@@ -157,15 +157,28 @@ class StoreAddresses:
             raise ChannelError(f"'{executor}' announced no address of '{port}' that is of use here", got=bound)
         return Address(at, incarnation)
 
+    def meet(self, group: str, incarnation: int, num_ranks: int, *, timeout_s: float) -> None:
+        """Wait until all ranks of this incarnation of `group` are here. ChannelTimeout after `timeout_s`.
+
+        Some may have waited for peers that others need not wait for: collectives have shorter deadlines.
+        """
+        key = f"{_PREFIX}{group}/{incarnation}/met"
+        if self._store.add(f"{key}/ranks", 1) == num_ranks:
+            self._store.set(key, "")
+        self._read(key, group, f"not all ranks of '{group}' have found their peers", timeout_s)
+
     def _get(self, key: str, executor: str, what: str) -> bytes:
-        deadline_s = self._patience_s.get(executor, self._deadline_s)
+        what = f"'{executor}' did not come: nobody of that name {what}"
+        return self._read(key, executor, what, self._patience_s.get(executor, self._deadline_s))
+
+    def _read(self, key: str, executor: str, what: str, deadline_s: float) -> bytes:
         try:
             if not self._store.check([key]):
                 run_interruptibly(lambda: self._store.wait([key], timedelta(seconds=deadline_s)), name="store")
             return self._store.get(key)
         except RuntimeError as error:  # c10d has DistStoreError for a wait in vain, and for a store that is gone
             raise ChannelTimeout(
-                f"'{executor}' did not come: nobody of that name {what} within {deadline_s:g} s",
+                f"{what} within {deadline_s:g} s",
                 got=str(error).splitlines()[0],
                 hint=f"see the log of '{executor}', and whether its machine reaches the run's store; on several"
                 " machines --join-timeout waits longer",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from slipstream.core.errors import ChannelError
+from slipstream.core.peer_messages import Peers
 from slipstream.core.ranks import Dealt, data_parallel_rank
 from slipstream.core.service_messages import Admit
 from slipstream.core.turn_messages import Observation
@@ -78,7 +79,13 @@ def _route_rollouts(message: Message, num_targets: int, *, by: Dealt) -> int | N
     return data_parallel_rank(message.ordinal, message.sample, num_targets, by=by)
 
 
+def _route_news(message: Message, num_targets: int) -> int | None:  # noqa: ARG001 - members are numbered from 0
+    """Return the member that `Peers` are for alone, None for all."""
+    return message.member if isinstance(message, Peers) and message.member >= 0 else None
+
+
 ROUTES: dict[str, Route] = {
+    "membership": _route_news,
     "replica": _route_by_replica,
     "rollouts/samples": partial(_route_rollouts, by="samples"),
     "rollouts/groups": partial(_route_rollouts, by="groups"),

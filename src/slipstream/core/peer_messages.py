@@ -176,6 +176,16 @@ class PeerLost(Message):
     incarnation: int
 
 
+class Peers(Message):
+    """The changes of peers, in the order in which they came.
+
+    `member`: for that process alone, by its number in the pipeline, because it is no news to others; -1: for all.
+    """
+
+    changes: tuple[PeerJoined | PeerLost, ...]
+    member: int = -1
+
+
 class Failed(Message):
     """The executor cannot go on: its `error`, for the user. Its log has the traceback.
 
