@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_077
+MAX_LINES = 93_308
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -177,23 +177,23 @@ SPINE = (
     "trainer/step.py",
 )
 MAX_LINES_OF_FOLDER = {
-    "algorithms": 2_335,
-    "batching": 450,
-    "controller": 6_343,
-    "core": 12_096,
-    "environments": 8_103,
-    "evals": 2_814,
-    "generator": 10_051,
-    "jail": 1_055,
+    "algorithms": 2_331,
+    "batching": 445,
+    "controller": 6_392,
+    "core": 12_127,
+    "environments": 8_119,
+    "evals": 2_815,
+    "generator": 10_053,
+    "jail": 1_078,
     "jobs": 982,
-    "models": 10_029,
-    "observe": 10_092,
+    "models": 10_028,
+    "observe": 10_117,
     "plan": 7_630,
     "prompts": 1_595,
-    "rewards": 3_998,
-    "stages": 2_970,
+    "rewards": 4_056,
+    "stages": 2_985,
     "trainer": 6_613,
-    "weight_sync": 3_725,
+    "weight_sync": 3_731,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"
