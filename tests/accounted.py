@@ -118,7 +118,7 @@ def check_accounting(
         cpu, main, background = (ends[-1].get(f"{which}_ns", 0) * 1e-9 for which in ("cpu", "main", "background"))
         threads = max(begin.get("threads", 1), begin.get("threads_alone", 1))
         what = f"{name} of {run_dir}: busy {busy} s, CPU {cpu} s on {threads} threads, of which main {main} s"
-        assert main <= busy + CLOCKS_APART_S, what
+        assert 0 < main <= busy + CLOCKS_APART_S, what
         assert (cpu - background) / threads <= busy + CLOCKS_APART_S, what
 
 

@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_308
+MAX_LINES = 93_375
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,19 +179,19 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
-    "controller": 6_392,
-    "core": 12_127,
-    "environments": 8_119,
-    "evals": 2_815,
+    "controller": 6_387,
+    "core": 12_161,
+    "environments": 8_128,
+    "evals": 2_814,
     "generator": 10_053,
     "jail": 1_078,
     "jobs": 982,
     "models": 10_028,
-    "observe": 10_117,
+    "observe": 10_122,
     "plan": 7_630,
     "prompts": 1_595,
-    "rewards": 4_056,
-    "stages": 2_985,
+    "rewards": 4_057,
+    "stages": 3_007,
     "trainer": 6_613,
     "weight_sync": 3_731,
 }

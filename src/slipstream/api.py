@@ -299,9 +299,10 @@ def _run(
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir, kept)
         check_data(config, run_dir, given)
-        with lasting_output(run_dir / "logs" / CONSOLE_LOG):
+        place = run_dir.absolute()  # whatever a reward does to the working folder
+        with lasting_output(place / "logs" / CONSOLE_LOG):
             work = run_rl if config.stages == ["rl"] else run_stages
-            return Result(out=run_dir, summary=work(config, run_dir.absolute(), given))
+            return Result(out=run_dir, summary=work(config, place, given))
 
 
 def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
@@ -310,9 +311,10 @@ def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
     from slipstream.stages.rl import resume_rl
 
     _check(config, given)
-    with holding(run_dir), lasting_output(run_dir / "logs" / CONSOLE_LOG):
+    place = run_dir.absolute()
+    with holding(run_dir), lasting_output(place / "logs" / CONSOLE_LOG):
         work = resume_rl if config.stages == ["rl"] else run_stages
-        return Result(out=run_dir, summary=work(config, run_dir.absolute(), given))
+        return Result(out=run_dir, summary=work(config, place, given))
 
 
 def _check(config: RunConfig, given: FromPython) -> None:

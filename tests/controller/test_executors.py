@@ -19,7 +19,7 @@ import pytest
 
 from slipstream.controller import executors, pool
 from slipstream.controller.controller import Controller
-from slipstream.controller.meeting import SPEC_KEY, Cluster, Listen, attend, read_spec
+from slipstream.controller.meeting import Cluster, Listen, attend, read_spec
 from slipstream.controller.membership import Membership
 from slipstream.controller.observers import Observers
 from slipstream.controller.pipeline import MEMBERSHIP, Node, Pipeline, RunInput
@@ -380,15 +380,6 @@ def test_a_trainer_that_gave_up_before_it_joined_and_comes_again_is_no_loss(
     run.until(lambda: not run.controller.executors._membership.is_absent("trainer"), "it is there")
     run.controller.executors._clock = VirtualClock(1e9)  # long after
     run.controller.executors.work()
-
-
-def test_a_run_that_ends_lets_no_group_join_any_more(run: Run) -> None:
-    """It would load a model for an attempt that is over, in place of the next one's."""
-    run.start()
-    store = attend(str(run.address), timeout_s=TIMEOUT_S)
-    assert read_spec(store, run.keys, timeout_s=TIMEOUT_S)
-    run.controller.executors.end(lambda _: None, is_failed=True)
-    assert not store.check([SPEC_KEY])
 
 
 def test_a_machine_that_alone_cannot_take_a_version_ends_no_run(run: Run) -> None:

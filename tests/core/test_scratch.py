@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -181,7 +180,7 @@ def test_what_another_machine_has_claimed_is_left_to_it(
     """A lock on a file system that machines share may be known to its own machine alone: here it is as if released."""
     temporary, shared = places
     monkeypatch.setattr(scratch, "_MEMORY", shared)
-    monkeypatch.setattr(socket, "gethostname", lambda: "other-machine")
+    monkeypatch.setattr(scratch, "_this_machine", lambda: ["other-machine", "start-1"])
     folder = make_transport_dir()
     segment = make_old(temporary / f"{file_prefix(folder.name)}abc")
     weights = temporary / "slipstream.slipstream-run.vllm-x"  # of a machine without a controller
@@ -190,12 +189,12 @@ def test_what_another_machine_has_claimed_is_left_to_it(
         each.mkdir(exist_ok=True)
         os.close(claim(each))
         make_old(each / "owner")
-    monkeypatch.setattr(socket, "gethostname", lambda: "this-machine")
+    monkeypatch.setattr(scratch, "_this_machine", lambda: ["this-machine", "start-2"])
     assert sweep() == [in_memory], "/dev/shm is of this machine alone, whatever its name was"
     assert folder.exists()
     assert segment.exists()
     assert weights.exists()
-    monkeypatch.setattr(socket, "gethostname", lambda: "other-machine")
+    monkeypatch.setattr(scratch, "_this_machine", lambda: ["a-new-container", "start-1"])
     assert set(sweep()) == {folder, segment, weights}
 
 

@@ -23,20 +23,24 @@ MakePool = Callable[..., InlinePool]
 LIMIT_S = 7.0
 
 
-@pytest.mark.parametrize("name", ["Careless", "AsyncHostile"])
-def test_while_eight_hang_none_is_opened(make_inline: MakePool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread each, or the loop that all share."""
+@pytest.mark.parametrize(
+    ("name", "order"), [("Careless", "step hangs"), ("AsyncCareless", "step holds on"), ("AsyncHostile", "block")]
+)
+def test_while_eight_hang_none_is_opened(
+    make_inline: MakePool, name: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread each, a task that swallows its cancellation, or the loop that all share."""
     monkeypatch.setattr("slipstream.environments.inline._JOIN_S", 0.1)
     clock = VirtualClock()
     pool = make_inline(name, "Diary", step_limit_s=LIMIT_S, clock=clock)
     for _ in range(8):
         assert pool.num_restarts < 8
         opened(pool, ["a"], 0)
-        pool.take("a", 1, {"content": "step hangs" if name == "Careless" else "block"})
+        pool.take("a", 1, {"content": order})
         pool.poll()
         clock.advance(LIMIT_S)
         pool.poll()
-        clock.advance(0.0 if name == "Careless" else 5.0)
+        clock.advance(5.0 if name == "AsyncHostile" else 0.0)
         [one] = wait_for(pool, 1)
         assert isinstance(one, Lost)
         assert one.is_guilty

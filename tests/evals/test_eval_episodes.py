@@ -18,9 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import save_config
 from slipstream.core.sections import ModelConfig
 from slipstream.core.service_messages import EvalScored
-from slipstream.evals import episodes
 from slipstream.evals.evaluate import EvalResult, evaluate_model
-from slipstream.generator.engine import Engine
 from slipstream.models.build import build_policy
 from slipstream.models.hf import save_model
 from slipstream.observe.summary import read_summary
@@ -266,21 +264,6 @@ def test_the_command_shows_and_writes_episodes(
 
 
 @pytest.mark.slow
-def test_sequences_are_as_long_as_prompts_and_episodes_take(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as the model's positions: keys and values of 128,000 of these may be more than a GPU has."""
-    longest: list[int] = []
-    made = episodes._engine
-
-    def noted(*given: Any, max_len: int, **rest: Any) -> Engine:
-        longest.append(max_len)
-        return made(*given, max_len=max_len, **rest)
-
-    monkeypatch.setattr(episodes, "_engine", noted)
-    tables = recipe({"class_path": f"{folder / 'source.py'}:One"})
-    answers = evaluate_model(folder / "model", recipe=tables, num_prompts=4).answers
-    assert set(longest) == {max(len(answer.prompt) for answer in answers) + 30}
-
-
 def test_two_environments_by_column(folder: Path) -> None:
     rows = [
         {"prompt": f"{letter}>", "answer": "a", "game": game} for letter, game in zip("abcdef", "xyyxyy", strict=True)

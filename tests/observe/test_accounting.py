@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written import began, event
 
+from slipstream.core.background import background_cpu_s, start_thread
 from slipstream.core.clock import VirtualClock, WallClock
 from slipstream.core.jsonl import JsonlWriter
 from slipstream.observe.accounting import RunAccounting, read_accounting
@@ -841,6 +842,24 @@ def compute(cpu_s: float) -> None:
     end_s = time.thread_time() + cpu_s
     while time.thread_time() < end_s:
         sum(range(1000))
+
+
+def test_cpu_seconds_are_those_of_the_process_of_its_main_thread_and_of_those_in_the_background(tmp_path: Path):
+    before_s = background_cpu_s()
+    timeline = Timeline("p", tmp_path / "p.jsonl", VirtualClock())
+    compute(0.05)
+    thread = start_thread(compute, name="beside", args=(0.1,))
+    while thread.is_alive() and background_cpu_s() - before_s < 0.02:
+        pass  # what has been used so far counts while it runs
+    thread.join()
+    other = threading.Thread(target=compute, args=(0.1,))  # of a team, say
+    other.start()
+    other.join()
+    timeline.close()
+    (end,) = [record for record in read_timeline(tmp_path / "p.jsonl") if isinstance(record, ProcessEnd)]
+    assert end.background_ns >= 0.1e9
+    assert end.main_ns >= 0.05e9
+    assert end.main_ns + end.background_ns + 0.1e9 <= end.cpu_ns + 0.02e9
 
 
 def test_cpu_seconds_of_the_model_are_those_in_its_states_whatever_is_nested_or_read_meanwhile(tmp_path: Path):

@@ -28,7 +28,9 @@ from slipstream.models.device import take_share
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import num_parameters
 from slipstream.plan.one_gpu import costs_of, critic_bytes, generator_bytes, trainer_bytes, with_shares
-from slipstream.stages.chain import check_stages
+from slipstream.prompts import build_prompts
+from slipstream.stages.chain import check_data, check_stages
+from slipstream.stages.rl import FromPython
 from slipstream.trainer.critic_executor import CriticModel
 from slipstream.trainer.policy import Policy
 
@@ -83,6 +85,23 @@ def test_prompts_without_a_limit_are_planned_when_they_are_read(gpus: Any) -> No
     with pytest.raises(ConfigError, match="do not fit one GPU together") as refused:
         check_stages(config_of(model=model, prompts={"max_prompt_tokens": 130000}))
     assert "prompts.max_prompt_tokens" in str(refused.value)
+
+
+def test_a_chain_is_planned_with_its_longest_prompt_before_its_first_stage(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(1, 24)
+    config = config_of(stages=["sft", "rl"], prompts={"max_prompt_tokens": None})
+    planned: list[int | None] = []
+
+    def noted(config: RunConfig, **_: Any) -> None:
+        planned.append(config.prompts.max_prompt_tokens)
+
+    monkeypatch.setattr("slipstream.plan.one_gpu.with_shares", noted)
+    check_stages(config)
+    check_data(config, tmp_path, FromPython(display=False))
+    assert planned == [1, build_prompts(config, build_tokenizer(config.model)).report.longest]
+    assert planned[1] > 1
 
 
 def test_without_a_shared_gpu_all_is_as_it_was(gpus: Any) -> None:

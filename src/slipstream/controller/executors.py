@@ -270,8 +270,6 @@ class Executors:
             ends.callback(self._kill_children)
             if is_at_once:
                 self._kill_children()
-            if self._place is not None:
-                self._place.withdraw()
             for host in reversed(self._inline):
                 ends.callback(host.close)
             ends.callback(self._end_children)

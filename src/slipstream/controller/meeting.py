@@ -170,10 +170,6 @@ class MeetingPlace(Meeting):
         """Let another command have replica `group`, of which this incarnation was lost."""
         pool.free(self.store, group, up_to=incarnation)
 
-    def withdraw(self) -> None:
-        """Let no group join from here on: it would load a model for a run that ends."""
-        self.store.delete_key(SPEC_KEY)
-
     def open(self, run_dir: Path, run_id: str, *, delta: bool, relays: bool, started_s: float) -> None:
         """Let groups join from here on.
 

@@ -143,7 +143,7 @@ def _connect(channels: tuple[ChannelSpec, ...], name: str, transport_dir: Path, 
         patience_s=spec["patience_s"],
     )
     ports = connect_by_book(channels, [name], book, spec["incarnation"])[name]
-    timeout_s = spec["deadline_s"] + max(spec["patience_s"].values(), default=0.0)
+    timeout_s = spec["deadline_s"] + sum(spec["patience_s"].values())  # one may have waited for each in turn
     book.meet(spec["node"]["name"], spec["incarnation"], spec["node"]["ranks"], timeout_s=timeout_s)
     return ports
 
@@ -177,7 +177,8 @@ def run_rank(options: argparse.Namespace) -> int:
         spec.channels, store, keys.of_start(spec.start), host=options.address, deadline_s=options.join_timeout
     )
     ports = connect_by_book(spec.channels, [name], book, incarnation)[name]
-    book.meet(node.name, incarnation, node.ranks, timeout_s=options.join_timeout + spec.deadline_s)
+    timeout_s = len(spec.nodes) * options.join_timeout + spec.deadline_s  # one may have waited for each in turn
+    book.meet(node.name, incarnation, node.ranks, timeout_s=timeout_s)
     host: Host | None = None
     try:
         ports.outputs["events"].put(Joined(executor=name, incarnation=incarnation))

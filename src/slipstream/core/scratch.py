@@ -71,7 +71,7 @@ def claim(folder: Path) -> int:
     path = folder / f"{_OWNER}.new"
     descriptor = hold(path, create=True)
     with contextlib.suppress(OSError):  # the disk is full
-        path.write_text(socket.gethostname())
+        path.write_text(" ".join(_this_machine()))
     path.rename(folder / _OWNER)  # so the file is locked whenever it has this name
     return descriptor
 
@@ -142,8 +142,8 @@ def _is_abandoned(path: Path) -> bool:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return False
-        host = os.read(descriptor, 256) if path.name == _OWNER and _MEMORY not in path.parents else b""
-        if host not in (b"", socket.gethostname().encode()):
+        machine = os.read(descriptor, 512).decode(errors="replace").split() if path.name == _OWNER else []
+        if machine and _MEMORY not in path.parents and not set(machine) & set(_this_machine()):
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -151,6 +151,13 @@ def _is_abandoned(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def _this_machine() -> list[str]:
+    """Return its name, and a number of this start of its system: containers have new names each time."""
+    with contextlib.suppress(OSError):
+        return [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    return [socket.gethostname()]
 
 
 def _is_ours(path: Path) -> bool:

@@ -56,7 +56,7 @@ def importing(script: str) -> Iterator[None]:
 def module_of(location: str, text: str | None) -> ModuleType:
     """Import the module `location`; or run `text`, which the file `location` holds, as a module.
 
-    A script runs as far as its own `slipstream.run`, and finds the modules beside it. Raises what the import raises.
+    A script runs as far as its own `slipstream.run`, and finds modules beside it. Raises what the import raises.
     """
     if text is None:
         with _on_path(os.getcwd()):
@@ -64,7 +64,8 @@ def module_of(location: str, text: str | None) -> ModuleType:
     module = ModuleType(f"slipstream_user_{Path(location).stem}")
     module.__file__ = location
     sys.modules[module.__name__] = module
-    with importing(location), _on_path(str(Path(location).absolute().parent)), _on_path(os.getcwd()):
+    beside = str(Path(location).expanduser().absolute().parent)
+    with importing(location), _on_path(beside), _on_path(os.getcwd()):
         exec(compile(text, location, "exec", dont_inherit=True), vars(module))  # else annotations were texts there
     return module
 

@@ -79,6 +79,10 @@ _current: ContextVar[int | None] = ContextVar("episode", default=None)
 _Job = tuple[Context, Callable[[], Any], "asyncio.Future[tuple[bool, Any]]"]
 
 
+def _do_nothing() -> None:
+    """Be called for no reason."""
+
+
 class _Lane:
     """A thread for one environment, which some need to be the same for all calls. It is started when it is needed."""
 
@@ -107,7 +111,7 @@ class _Lane:
             raise outcome
         return outcome
 
-    def rest(self, then: Callable[[], None] = lambda: None) -> None:
+    def rest(self, then: Callable[[], None] = _do_nothing) -> None:
         """End the thread with `then` when it has done what it has; the next call starts another."""
         if self._inbox is None:
             then()
@@ -253,12 +257,17 @@ class EpisodeHost:
             self._send(AskedNetwork(episode))
         return episode is not None
 
-    def forget(self, episode: int, then: Callable[[], None] = lambda: None) -> None:
-        """Let go of an episode that is stuck: when its call returns, its thread ends with `then`. Nothing is told."""
+    def forget(self, episode: int, then: Callable[[], None] = _do_nothing) -> None:
+        """Let go of an episode that is stuck: nothing of it is told. `then` is called when its call returns."""
         if (hosted := self._episodes.pop(episode, None)) is None:
             then()
             return
-        hosted.lane.rest(then)
+        calls = [task for task in (hosted.before, hosted.task) if task is not None and not task.done()]
+        if calls and not hosted.lane.is_busy:  # of an async method, which may go on though it is cancelled
+            calls[0].add_done_callback(lambda _: then())
+            hosted.lane.rest()
+        else:
+            hosted.lane.rest(then)
         self._sessions.close(hosted.key)
         if hosted.task is not None and hosted.task is not asyncio.current_task(hosted.task.get_loop()):
             hosted.task.cancel()

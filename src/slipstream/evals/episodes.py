@@ -103,8 +103,7 @@ def play_episodes(
     `OPEN_PER_SLOT` x `num_slots` are open at a time. An episode whose environment fails too often is among the
     completions, with the `failure` in its record.
     """
-    longest = config.prompts.max_prompt_tokens or max((len(prompt.tokens) for prompt in prompts), default=1)
-    max_len = min(model.config.max_positions, longest + config.longest_completion)
+    max_len = config.longest_sequence(model.config.max_positions)
     table = EpisodeTable(
         EpisodeLimits.of(config, max_len, len(tokenizer)),
         build_chat(config, tokenizer, tools_of(pool)),

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.core.background import background_cpu_s
 from slipstream.core.clock import Clock
 from slipstream.core.errors import DiskError
 from slipstream.core.jsonl import JsonlWriter, read_jsonl
@@ -66,13 +67,16 @@ class ProcessStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="process
 class CpuSoFar(msgspec.Struct, frozen=True, omit_defaults=True, tag="cpu", tag_field="kind"):
     """The CPU seconds of a process from its `ProcessStart` to `time_ns`, up to which all slices are written.
 
-    `cpu_ns` of all its threads. For `kept_ns` the one that this timeline is of could have run and had no core, because
-    others had them: seconds that its states have, and that say nothing about its work. `model_ns` are those of all
-    threads in states that compute the model.
+    `cpu_ns` of all its threads; of these `main_ns` of the one that this timeline is of, and `background_ns` of those
+    beside it that are no part of a team (`core/background.py`). For `kept_ns` that one could have run and had no core,
+    because others had them: seconds that its states have, and that say nothing about its work. `model_ns` are those of
+    all threads in states that compute the model.
     """
 
     time_ns: Nanoseconds
     cpu_ns: Nanoseconds = 0
+    main_ns: Nanoseconds = 0
+    background_ns: Nanoseconds = 0
     kept_ns: Nanoseconds = 0
     model_ns: Nanoseconds = 0
 
@@ -277,9 +281,9 @@ class Timeline:
         self._write()
         self._stop_writing()
 
-    def _used_ns(self) -> tuple[int, int]:
-        cpu, kept = (to_ns(now - then) for now, then in zip(_cpu_s(), self._cpu_s, strict=True))
-        return cpu, kept
+    def _used_ns(self) -> tuple[int, int, int, int]:
+        cpu, main, background, kept = (to_ns(now - then) for now, then in zip(_cpu_s(), self._cpu_s, strict=True))
+        return cpu, main, background, kept
 
     def _write_until(self, now_s: float) -> None:
         """Write all slices up to here, and the CPU seconds: one that is killed later has told of all that it tells."""
@@ -363,9 +367,10 @@ class Timeline:
 _IDLE: dict[str, Any] = {}  # marks idle frames by identity
 
 
-def _cpu_s() -> tuple[float, float]:
-    """CPU seconds of the process so far, and what this thread waited for a core."""
-    return time.process_time(), kept_s()
+def _cpu_s() -> tuple[float, float, float, float]:
+    """CPU seconds so far, of the process, of this thread and of those in the background; and what this thread waited
+    for a core."""
+    return time.process_time(), time.thread_time(), background_cpu_s(), kept_s()
 
 
 def kept_s() -> float:

@@ -51,8 +51,8 @@ class LoopScorer:
 
     Its methods are those of `ScoringPool`, but that a job has a `place`, a key of `seats`. A job that takes longer than
     its seat allows is failed, and its task cancelled. If the loop does not turn within a second of that, because a
-    coroutine blocks it, the loop is abandoned: what is not overdue begins again on a new one. After 8 abandoned loops
-    every further job fails at once.
+    coroutine blocks it, the loop is abandoned: what is not overdue begins again on a new one. While 8 abandoned loops
+    have not come back, every further job fails at once.
     """
 
     def __init__(self, seats: Mapping[str, Seat], *, clock: Clock | None = None) -> None:

@@ -65,6 +65,7 @@ class CallableScorer:
             assert lane.job is not None
             done.append(ScoredJob(lane.job.job_id, [], f"{lane.reached}: timed out after {self._timeout_s:g} s"))
             lane.is_abandoned = True
+            lane.inbox.put(None)
             self._lanes.remove(lane)
             self._stuck.add(lane)
             self.num_restarts += 1

@@ -67,11 +67,7 @@ def check_stages(
     if "rl" in config.stages:
         check(config, given=given, environments=environments, remote=remote)
         if config.computes_on_gpu:
-            from slipstream.plan.one_gpu import with_shares
-
-            known = config.prompts.max_prompt_tokens or 1  # it is asked again when prompts are read
-            prompts = config.prompts.model_copy(update={"max_prompt_tokens": known})
-            with_shares(config.model_copy(update={"prompts": prompts}), remote=remote)
+            _check_shares(config, config.prompts.max_prompt_tokens or 1, remote)  # again when prompts are read
     else:
         check_model_path(config)
         check_remote(config, remote)
@@ -88,6 +84,14 @@ def check_stages(
         check_rewards(config.gold_rewards, task_table(config.prompts.tasks))
     if uses_gold and config.judge.is_given:
         build_judge(config.judge)
+
+
+def _check_shares(config: RunConfig, longest_prompt: int, remote: Collection[str]) -> None:
+    """Raise ConfigError where both sides do not fit one GPU with prompts of so many tokens."""
+    from slipstream.plan.one_gpu import with_shares
+
+    prompts = config.prompts.model_copy(update={"max_prompt_tokens": longest_prompt})
+    with_shares(config.model_copy(update={"prompts": prompts}), remote=remote)
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -137,6 +141,8 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
             check_asked(config, len(prompts.eval))
         if "rl" in config.stages and config.warm_start.steps:
             check_demonstrations(config, prompts.train.prompts)
+        if "rl" in config.stages and config.computes_on_gpu:
+            _check_shares(config, config.prompts.max_prompt_tokens or prompts.report.longest, given.remote)
         if asked := _referred(config):
             reference_completions(config.prompts.reference, prompts.train.prompts[:asked], tokenizer)
         _call_rewards(config, prompts, run_dir, given)

@@ -159,13 +159,22 @@ def _attempts(
         except KeyboardInterrupt:
             _mark_interrupted(run_dir)
             tell(config, given, [given.how_to_go_on(run_dir)])
-            with contextlib.suppress(DiskError):
-                merge_timelines(run_dir)
-                _draw(run_dir)
+            _draw_the_lost(run_dir)
             raise
-        resumed, prepared = prepare_resume(run_dir, _newest_checkpoint(run_dir)), None
+        try:
+            resumed, prepared = prepare_resume(run_dir, _newest_checkpoint(run_dir)), None
+        except SlipstreamError:  # all checkpoints are damaged, or the disk is full
+            _draw_the_lost(run_dir)
+            raise
         count = f"{restarts.counts[executor]} of {config.max_restarts}"
         tell(config, given, [f"{what}: the run is started again ({count}), after {pause_s:g} s", *resumed.notes])
+
+
+def _draw_the_lost(run_dir: Path) -> None:
+    """Draw an attempt that was to be followed by another, as far as the disk has room."""
+    with contextlib.suppress(DiskError):
+        merge_timelines(run_dir)
+        _draw(run_dir)
 
 
 def _attempt(
@@ -188,7 +197,6 @@ def _attempt(
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
         work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
-        work.prompt_of(min([*cut.schedule.readmit, cut.schedule.next_ordinal]))  # a stream is read up to there
     tally = _tally(config, run_dir, given, restarts.counts, report, cut)
     screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
@@ -221,7 +229,7 @@ def _attempt(
         tally.status = "failed"  # until the controller says otherwise
         try:
             with given.interrupts.deferred(config.shutdown_grace_s, lambda: _acknowledge(given, tally)):
-                told = _run_and_conclude(controller, conclude)
+                told = _run_and_conclude(controller, conclude, 0 if cut is None else _first_ordinal(cut.schedule))
             if told["status"] == "interrupted":
                 note(given.how_to_go_on(run_dir))
             return told
@@ -300,8 +308,16 @@ def _tally(
     return tally
 
 
-def _run_and_conclude(controller: Controller, conclude: Callable[[BaseException | None], Summary]) -> dict[str, Any]:
+def _first_ordinal(schedule: Snapshot) -> int:
+    """Return the first ordinal that a resumed run asks for."""
+    return min([*schedule.readmit, schedule.next_ordinal])
+
+
+def _run_and_conclude(
+    controller: Controller, conclude: Callable[[BaseException | None], Summary], first_ordinal: int
+) -> dict[str, Any]:
     try:
+        controller.work.prompt_of(first_ordinal)  # a stream is read up to there while no process waits
         controller.run()
     except Interrupted:
         raise
