@@ -298,8 +298,8 @@ def _run(
     with folder_of(run_dir, is_named=is_named) as run_dir:
         if prompts is not None:
             config = _with_prompts(config, prompts, run_dir, kept)
-        check_data(config, run_dir, given)
         place = run_dir.absolute()  # whatever a reward does to the working folder
+        check_data(config, place, given)
         with lasting_output(place / "logs" / CONSOLE_LOG):
             work = run_rl if config.stages == ["rl"] else run_stages
             return Result(out=run_dir, summary=work(config, place, given))

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 
@@ -524,7 +525,9 @@ def test_the_last_checkpoint_is_waited_for_also_where_an_earlier_one_is_of_the_s
     assert was_enough == [False]
 
 
-def test_the_first_signal_ends_the_wait_for_groups(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits_for", ["groups", "prompts"])
+def test_the_first_signal_ends_a_wait_before_the_run(run: Run, waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For groups of other machines, or for a stream of prompts to come to where a resumed run asks for them."""
     interrupts = run.controller.interrupts
     run.opened.pop_all()  # the run shuts itself down
 
@@ -532,7 +535,11 @@ def test_the_first_signal_ends_the_wait_for_groups(run: Run, monkeypatch: pytest
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the signal was only noted")
 
-    monkeypatch.setattr(run.controller.executors, "launch", waiting)
+    if waits_for == "groups":
+        monkeypatch.setattr(run.controller.executors, "launch", waiting)
+    else:
+        run.controller.work = replace(run.controller.work, first_ordinal=7, prompt_of=waiting)
     with pytest.raises(Interrupted), interrupts, interrupts.deferred(60.0):
         run.controller.run()
     assert interrupts.is_at_once
+    assert run.controller.tally.ended_s > 0

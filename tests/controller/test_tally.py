@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +12,6 @@ from slipstream.controller.evaluations import GREEDY, SAMPLED, EvaluationDone
 from slipstream.controller.ledger import Cut
 from slipstream.controller.tally import Tally
 from slipstream.core.clock import VirtualClock
-from slipstream.core.errors import SlipstreamError
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, Measured, measured
 from slipstream.core.recipes import resolve
 from slipstream.core.run_log import Decision, Snapshot
@@ -26,7 +23,7 @@ from slipstream.observe.summary import EpisodeCounts, JudgeCounts, read_summary,
 from slipstream.observe.trackers import Trackers
 from slipstream.observe.transcript import TranscriptPart
 from slipstream.prompts import PromptReport
-from slipstream.stages.rl import FromPython, _conclude, _run_and_conclude, _tally
+from slipstream.stages.rl import FromPython, _conclude, _tally
 
 
 def begin(tally: Tally, at_s: float) -> None:
@@ -204,18 +201,6 @@ def test_an_attempt_that_is_followed_by_another_is_not_drawn(tmp_path: Path, *, 
     _conclude(tally, tmp_path, None, Trackers([], note=print, deadline_s=0.0), is_followed=is_followed)
     assert read_summary(tmp_path / "summary.json").error == "trainer was lost"
     assert (tmp_path / "timeline.json").exists() is not is_followed
-
-
-def test_where_prompts_cannot_be_read_up_to_a_resume_the_run_has_a_summary() -> None:
-    def prompt_of(ordinal: int) -> None:
-        raise SlipstreamError(f"the rows of group {ordinal} have not come")
-
-    tally, concluded = SimpleNamespace(error=None), list[BaseException | None]()
-    controller: Any = SimpleNamespace(work=SimpleNamespace(prompt_of=prompt_of), tally=tally)
-    with pytest.raises(SlipstreamError, match="of group 7"):
-        _run_and_conclude(controller, concluded.append, 7)  # type: ignore[arg-type]
-    assert [str(error) for error in concluded] == ["the rows of group 7 have not come"]
-    assert "of group 7" in tally.error
 
 
 def test_an_actor_critics_rates_are_left_out_alike() -> None:

@@ -48,7 +48,7 @@ def test_while_eight_hang_none_is_opened(
     assert one == Lost("a", "environments hang in 8 calls, and none is opened meanwhile", is_guilty=True)
     assert pool.num_open == 0
     hosted_environments.RELEASED.set()
-    assert all(returned.wait(GENEROUS_S) for returned in pool._abandoned)
+    assert all(returned.wait(GENEROUS_S) for _, returned in pool._abandoned)
     assert isinstance(opened(pool, ["a"], 1, name="n")["a"], Said)
     assert pool.num_restarts == 8
 

@@ -295,7 +295,8 @@ def weight_readers(channels: Sequence[ChannelSpec]) -> dict[str, int]:
 class RunInput:
     """The input of a run: prompts by ordinal, held-out ones (`sets` by name), demonstrations; and what a resume found.
 
-    `partials` are completions by ordinal, for the first admission of their group; `num_events` those of the log so far.
+    `partials` are completions by ordinal, for the first admission of their group; `num_events` those of the log so far;
+    `first_ordinal` the first that is asked for.
     """
 
     prompt_of: Callable[[int], Prompt]
@@ -303,4 +304,5 @@ class RunInput:
     warm_start: WarmStart | None
     partials: Mapping[int, tuple[Unfinished, ...]] = field(default_factory=dict)
     num_events: int = 0
+    first_ordinal: int = 0
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)

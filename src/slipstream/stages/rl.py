@@ -156,13 +156,12 @@ def _attempts(
         try:
             given.interrupts.check()  # it was to end, and lost an executor on the way
             sleep(pause_s)
+            resumed, prepared = prepare_resume(run_dir, _newest_checkpoint(run_dir)), None
         except KeyboardInterrupt:
             _mark_interrupted(run_dir)
             tell(config, given, [given.how_to_go_on(run_dir)])
             _draw_the_lost(run_dir)
             raise
-        try:
-            resumed, prepared = prepare_resume(run_dir, _newest_checkpoint(run_dir)), None
         except SlipstreamError:  # all checkpoints are damaged, or the disk is full
             _draw_the_lost(run_dir)
             raise
@@ -196,7 +195,8 @@ def _attempt(
     config, with_paths = _for_gpus(config, _with_longest_prompt(with_paths, report), given)
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
-        work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events)
+        first = min([*cut.schedule.readmit, cut.schedule.next_ordinal])
+        work = replace(work, partials=_admissible(config, resumed), num_events=cut.num_events, first_ordinal=first)
     tally = _tally(config, run_dir, given, restarts.counts, report, cut)
     screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
@@ -229,7 +229,7 @@ def _attempt(
         tally.status = "failed"  # until the controller says otherwise
         try:
             with given.interrupts.deferred(config.shutdown_grace_s, lambda: _acknowledge(given, tally)):
-                told = _run_and_conclude(controller, conclude, 0 if cut is None else _first_ordinal(cut.schedule))
+                told = _run_and_conclude(controller, conclude)
             if told["status"] == "interrupted":
                 note(given.how_to_go_on(run_dir))
             return told
@@ -308,16 +308,8 @@ def _tally(
     return tally
 
 
-def _first_ordinal(schedule: Snapshot) -> int:
-    """Return the first ordinal that a resumed run asks for."""
-    return min([*schedule.readmit, schedule.next_ordinal])
-
-
-def _run_and_conclude(
-    controller: Controller, conclude: Callable[[BaseException | None], Summary], first_ordinal: int
-) -> dict[str, Any]:
+def _run_and_conclude(controller: Controller, conclude: Callable[[BaseException | None], Summary]) -> dict[str, Any]:
     try:
-        controller.work.prompt_of(first_ordinal)  # a stream is read up to there while no process waits
         controller.run()
     except Interrupted:
         raise
