@@ -128,11 +128,8 @@ class Controller:
                 transport_dir = ends.enter_context(run_scratch(self.observers.note))
                 ends.callback(self._shut_down)
                 self.observers.take(self.events.record(self.schedule.began(), []))
-                with (
-                    self.interrupts.at_once()
-                ):  # a stream of prompts, and groups elsewhere, may be waited for very long
-                    if self.work.first_ordinal:  # read up to there while no process waits
-                        self.work.prompt_of(self.work.first_ordinal)
+                with self.interrupts.at_once():  # prompts of a stream, and groups elsewhere, may take very long
+                    self.work.prompt_of(self.work.first_ordinal)
                     self.executors.launch(transport_dir, transport_dir.name, self.cluster)
                 if self.work.warm_start is not None:
                     self.executors.send("trainer", self.work.warm_start)
