@@ -179,7 +179,7 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
-    "controller": 6_389,
+    "controller": 6_390,
     "core": 12_161,
     "environments": 8_130,
     "evals": 2_814,
