@@ -334,10 +334,12 @@ def unstable_table(runs: Runs) -> str:
 
 def figure(runs: Runs) -> str:
     drawn, (axis,) = panels(["Mixture, held-out accuracy"])
-    lines(axis, {loss: (LAGS, [[one.after for one in runs[loss, lag]] for lag in LAGS]) for loss in LOSSES})
+    middle = (len(LOSSES) - 1) / 2
+    drawn_at = {loss: [lag * 1.03 ** (index - middle) for lag in LAGS] for index, loss in enumerate(LOSSES)}
+    lines(axis, {loss: (at, [[one.after for one in runs[loss, lag]] for lag in LAGS]) for loss, at in drawn_at.items()})
     axis.axhline(fmean(one.after for one in runs[SYNC, 0]), color="#888888", linewidth=0.8, linestyle="--")
     axis.set_xscale("log")
     ticks(axis.xaxis, LAGS)
     axis.set(xlabel="lag, updates", ylabel="accuracy, sampled")
-    axis.legend(fontsize=6)
+    axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return svg(drawn)
