@@ -174,3 +174,22 @@ def test_the_screen_says_who_noted_what_but_for_the_controller(
         screen.take(news)
     screen.close()
     assert capsys.readouterr().out.splitlines()[-2:] == ["trainer: one", "two"]
+
+
+def test_files_are_told_from_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long its path is, and wherever a reward has gone since."""
+    run_dir, elsewhere = tmp_path / "runs" / "mine", tmp_path / "elsewhere"
+    for folder in (run_dir, elsewhere):
+        folder.mkdir(parents=True)
+    (run_dir / "report.html").touch()
+    tally = Tally(resolve("quickstart"), started_s=0.0, clock=VirtualClock())
+    for start in (tmp_path, elsewhere):
+        monkeypatch.chdir(start)
+        screen = Screen(tally.config, run_dir)
+        monkeypatch.chdir("/")
+        screen.finished([], tally.summary(run_dir))
+        screen.close()
+    told = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("report.html")]
+    assert told == [["report.html", "runs/mine/report.html"], ["report.html", str(run_dir / "report.html")]]

@@ -178,7 +178,9 @@ class Screen:
     hears = (Noted, Alarm, Ready, Progress, Counters, Swapped, ReplicaLost, StepWritten, EvaluationDone)
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        here = Path.cwd()
         self._run_dir, self._steps = run_dir, config.steps
+        self._told_dir = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
         self._display = Display(config_summary(config), steps=config.steps, max_staleness=config.staleness_bound)
 
     def take(self, news: object) -> None:
@@ -226,7 +228,7 @@ class Screen:
     def finished(self, samples: list[Sample], summary: Summary) -> None:
         """Show what the run came to, and its files."""
         self._display.samples(samples)
-        files = {name: self._run_dir / name for name in FILES if (self._run_dir / name).exists()}
+        files = {name: self._told_dir / name for name in FILES if (self._run_dir / name).exists()}
         self._display.finish(summary, files)
 
     def close(self) -> None:
