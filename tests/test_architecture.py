@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_374
+MAX_LINES = 93_384
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -181,7 +181,7 @@ MAX_LINES_OF_FOLDER = {
     "batching": 445,
     "controller": 6_392,
     "core": 12_161,
-    "environments": 8_130,
+    "environments": 8_137,
     "evals": 2_814,
     "generator": 10_053,
     "jail": 1_078,

@@ -156,7 +156,10 @@ def _check_call(others: Mapping[str, object]) -> None:
         raise ReachedRun
     if others:
         raise _unknown_arguments(list(others))
-    check_path(os.getcwd(), "the working folder")
+    try:
+        check_path(os.getcwd(), "the working folder")
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder is gone", hint="start in a folder that is there") from error
     temporary_directory()
 
 

@@ -391,13 +391,18 @@ def answering(run: Run, names: list[str], seconds: float) -> None:
         run.work()
 
 
-def test_one_that_does_not_come_up_in_time_is_lost_again(make: Any) -> None:
-    run = make()
-    run.dies("rewards")
+def started_again(run: Run, name: str) -> Any:
+    """Return the child that follows one which dies."""
+    run.dies(name)
     run.work()
     run.clock.advance(0.5)
     run.work()
-    late = run.children["rewards"]
+    return run.children[name]
+
+
+def test_one_that_does_not_come_up_in_time_is_lost_again(make: Any) -> None:
+    run = make()
+    late = started_again(run, "rewards")
     others = [name for name in run.children if name != "rewards"]
     answering(run, others, DEADLINE_S + 1)
     assert late.is_killed
@@ -424,11 +429,7 @@ def test_a_run_that_was_stopped_and_goes_on_accuses_nobody(make: Any, monkeypatc
     """As by Ctrl-Z and fg, or `docker pause`: nobody was heard while it slept, and nobody could be."""
     monkeypatch.setattr(module, "WAKE_EVERY_S", 0.0)
     run = make()
-    run.dies("rewards")
-    run.work()
-    run.clock.advance(0.5)
-    run.work()
-    starting = run.children["rewards"]
+    starting = started_again(run, "rewards")
 
     @contextmanager
     def stopped() -> Iterator[None]:

@@ -220,3 +220,6 @@ def test_a_run_in_a_folder_whose_path_is_no_text_is_refused(tmp_path: Path, monk
     monkeypatch.chdir(folder)
     with pytest.raises(ConfigError, match="the working folder cannot be a path"):
         slipstream.run("quickstart")
+    folder.rmdir()
+    with pytest.raises(ConfigError, match="the working folder is gone"):
+        slipstream.run("quickstart")

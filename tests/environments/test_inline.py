@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -48,9 +49,47 @@ def test_while_eight_hang_none_is_opened(
     assert one == Lost("a", "environments hang in 8 calls, and none is opened meanwhile", is_guilty=True)
     assert pool.num_open == 0
     hosted_environments.RELEASED.set()
-    assert all(returned.wait(GENEROUS_S) for _, returned in pool._abandoned)
+    assert all(returned.wait(GENEROUS_S) for returned in pool._abandoned)
     assert isinstance(opened(pool, ["a"], 1, name="n")["a"], Said)
     assert pool.num_restarts == 8
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its task is never done
+def test_a_call_that_ends_with_its_loop_has_come_back(make_inline: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One swallows its cancellation as long as the loop lasts, which another one blocks for a time."""
+    monkeypatch.setattr("slipstream.environments.inline._JOIN_S", 0.1)
+    released = threading.Event()
+    monkeypatch.setattr(hosted_environments, "RELEASED", threading.Event())  # of the first, for good
+    monkeypatch.setattr(hosted_environments.AsyncHostile, "step", blocked_until(released))
+    clock = VirtualClock()
+    pool = make_inline("AsyncCareless", "AsyncHostile", step_limit_s=LIMIT_S, clock=clock)
+    opened(pool, ["holds"], 0)
+    pool.take("holds", 1, {"content": "step holds on"})
+    pool.poll()
+    clock.advance(LIMIT_S)
+    assert isinstance(wait_for(pool, 1)[0], Lost)
+    opened(pool, ["blocks"], 1)
+    pool.take("blocks", 1, {"content": "block"})
+    pool.poll()
+    clock.advance(LIMIT_S)
+    pool.poll()
+    clock.advance(5.0)
+    assert isinstance(wait_for(pool, 1)[0], Lost)
+    assert [returned.is_set() for returned in pool._abandoned] == [False, False]
+    released.set()
+    assert all(returned.wait(GENEROUS_S) for returned in pool._abandoned)
+    pool.close()
+    gc.collect()  # here, where the warning is expected
+
+
+def blocked_until(released: threading.Event) -> Callable[..., Any]:
+    """Return a step that blocks its loop until then."""
+
+    async def step(self: Any, message: dict[str, Any]) -> Step:
+        released.wait(GENEROUS_S)
+        return Step(done=True)
+
+    return step
 
 
 def test_what_is_open_at_the_end_is_closed(make_inline: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:

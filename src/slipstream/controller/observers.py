@@ -178,9 +178,9 @@ class Screen:
     hears = (Noted, Alarm, Ready, Progress, Counters, Swapped, ReplicaLost, StepWritten, EvaluationDone)
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        here = Path.cwd()
-        self._run_dir, self._steps = run_dir, config.steps
-        self._told_dir = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+        self._run_dir, self._told_dir, self._steps = run_dir, run_dir, config.steps
+        with contextlib.suppress(ValueError, OSError):  # it lies elsewhere, or the working folder is gone
+            self._told_dir = run_dir.relative_to(Path.cwd())
         self._display = Display(config_summary(config), steps=config.steps, max_staleness=config.staleness_bound)
 
     def take(self, news: object) -> None:

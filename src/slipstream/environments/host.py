@@ -191,6 +191,7 @@ class EpisodeHost:
         self._deliver = deliver
         self._step_limit_s = step_limit_s
         self._episodes: dict[int, _Hosted] = {}
+        self._held: dict[asyncio.Task[None], Callable[[], None]] = {}  # calls of forgotten episodes
         self._encoder = msgspec.msgpack.Encoder()
         self._asked: set[int] = set()
         self._pid = os.getpid()
@@ -264,13 +265,20 @@ class EpisodeHost:
             return
         calls = [task for task in (hosted.before, hosted.task) if task is not None and not task.done()]
         if calls and not hosted.lane.is_busy:  # of an async method, which may go on though it is cancelled
-            calls[0].add_done_callback(lambda _: then())
+            self._held[calls[0]] = then
+            calls[0].add_done_callback(lambda task: self._held.pop(task)())
             hosted.lane.rest()
         else:
             hosted.lane.rest(then)
         self._sessions.close(hosted.key)
         if hosted.task is not None and hosted.task is not asyncio.current_task(hosted.task.get_loop()):
             hosted.task.cancel()
+
+    def end(self) -> None:
+        """Let go of calls that have ended with the loop, which is closed. Threads tell by themselves."""
+        for then in self._held.values():
+            then()
+        self._held.clear()
 
     async def close(self) -> None:
         """Close all environments, as far as they let themselves be closed in a second."""

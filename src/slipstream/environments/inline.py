@@ -70,7 +70,7 @@ class InlinePool(EpisodePool):
         agents = [index for index, make in enumerate(self._makers) if isinstance(make, AgentMaker)]
         self._open = contextlib.ExitStack()
         self._host: _Thread | None = None
-        self._abandoned: list[tuple[_Thread, threading.Event]] = []
+        self._abandoned: list[threading.Event] = []
         if agents:
             self._open.enter_context(_past_proxies())
         super().__init__(
@@ -86,9 +86,7 @@ class InlinePool(EpisodePool):
 
     @property
     def _closed_because(self) -> str | None:
-        self._abandoned = [
-            (host, back) for host, back in self._abandoned if not (back.is_set() or host.is_over.is_set())
-        ]
+        self._abandoned = [returned for returned in self._abandoned if not returned.is_set()]
         hang = f"environments hang in {len(self._abandoned)} calls, and none is opened meanwhile"
         return hang if len(self._abandoned) >= _MAX_ABANDONED else None
 
@@ -98,13 +96,13 @@ class InlinePool(EpisodePool):
 
     def _start_host(self) -> HostLink:
         if self._host is not None:  # it has been closed
-            self._abandoned.append((self._host, self._host.is_over))
+            self._abandoned.append(self._host.is_over)
         self._host = _Thread(self._makers, self._step_limit_s, self._max_chars, self._request_limit_s)
         return self._host
 
     def _abandons(self, host: HostLink, episode: int) -> bool:
         assert isinstance(host, _Thread)
-        self._abandoned.append((host, host.forget(episode)))
+        self._abandoned.append(host.forget(episode))
         return True
 
 
@@ -180,4 +178,5 @@ class _Thread:
             self._loop.run_until_complete(asyncio.wait(left, timeout=1.0) if left else asyncio.sleep(0))
             self._loop.run_until_complete(asyncio.sleep(0))  # the connections that they have closed
         self._loop.close()
+        self._host.end()
         self.is_over.set()
