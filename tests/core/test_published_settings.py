@@ -114,6 +114,7 @@ PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
         ("judge.model", "gpt-4o", "A.2"),
         ("reward_model.path", None, "A.2: 'from the LLaMA 3.1 SFT checkpoint': model.path"),
         ("reward_model.optimizer.lr", 3e-6, NO_ROBOTS),
+        ("reward_model.optimizer.eps", 1e-5, "open-instruct, reward_modeling.py: eps"),
         ("reward_model.optimizer.schedule", "linear", NO_ROBOTS),
         ("reward_model.batch_size", 256, NO_ROBOTS),
         ("reward_model.epochs", 1, NO_ROBOTS),
@@ -128,6 +129,7 @@ PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
         ("loss.truncation_reward", -10.0, NO_ROBOTS),
         ("trainer.epochs", 1, NO_ROBOTS),
         ("trainer.optimizer.lr", 8e-7, NO_ROBOTS),
+        ("trainer.optimizer.eps", 1e-5, "open-instruct, online_dpo_vllm_thread.py: eps"),
         ("trainer.optimizer.schedule", "linear", NO_ROBOTS),
         ("eval.sets.0.split", "test", "A.2, Table 8: 'on the test split'"),
     ],
@@ -137,6 +139,7 @@ PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
         ("prompts.dataset_split", "train", "8.1: 'trained on the MATH dataset'"),
         ("prompts.num_train", 7_500, "Hendrycks et al. (2021): training problems"),
         ("loss.name", "aipo", "8.3"),
+        ("loss.skip_no_signal", False, "8.2: a batch is 512 prompts x 4; no filter is named"),
         ("trainer.optimizer.lr", 2e-7, "8.1: 'fixed learning rate'"),
         ("trainer.optimizer.schedule", "constant", "8.1: 'fixed learning rate'"),
         ("rewards.terms.0.function", "math", "8.3: 'sympy score', 'the same score as reward'"),
@@ -190,13 +193,17 @@ def test_variants_are_shown() -> None:
 def test_what_the_first_lines_show_can_be_run(command: str) -> None:
     config = resolved(command)
     check_loss(config)
+    if config.loss.name == "ppo":
+        assert config.critic.optimizer == config.trainer.optimizer, "both codes have one optimizer for both models"
     if config.recipe == "no_robots" and config.loss.name == "ppo":
         assert config.kl.coef == 0.01, "A.2, PPO"
+        assert config.loss.whiten_advantages == "batch", "open-instruct, ppo_vllm_thread.py: masked_whiten"
     if (config.recipe, config.loss.name) in (("gsm8k", "ppo"), ("tldr", "ppo")):
         assert config.kl.coef == 0.05, "Table 4; configs/ppovllm_rho1b_gsm8k.yml"
         assert (config.critic.coef, config.critic.gamma, config.critic.lam, config.critic.clip) == (0.1, 1.0, 0.95, 0.2)
     if (config.recipe, config.loss.name) == ("gsm8k", "ppo"):
-        assert (config.trainer.epochs, config.completions_per_step) == (2, 256), "configs/ppovllm_rho1b_gsm8k.yml"
+        found = (config.trainer.epochs, config.groups_per_step, config.completions_per_group)
+        assert found == (2, 32, 8), "configs/ppovllm_rho1b_gsm8k.yml: rloo_k 8 of 2 x 128"
     if config.loss.name == "best_of_n":
         lr = 2e-7 if config.recipe == "math" else 1e-6
         assert (config.trainer.optimizer.lr, config.completions_per_group) == (lr, 2), "A.1: Best-of-2"

@@ -250,8 +250,7 @@ def test_math_on_three_sets(models: dict[str, str], tmp_path: Path) -> None:
         "gsm8k": data(tmp_path / "gsm8k", gsm8k, "train", "test"),
     }
     overrides = small(resolve("math"), models, source, **others) | {"prompts.max_prompt_tokens": 180}
-    # A random model is never right, and a group of equal rewards is replaced.
-    summary = run("math", overrides | {"loss.skip_no_signal": False}, tmp_path / "run")
+    summary = run("math", overrides, tmp_path / "run")
     assert summary["data"]["sets"] == {"math500": 4, "gsm8k": 4, "math_test": 4}
     assert summary["data"]["num_train"] == NUM_ROWS
     for found in (summary["eval"], *summary["eval"]["sets"].values()):

@@ -639,8 +639,8 @@ def test_prompts_cut_to_the_same_text_are_one_prompt(tokenizer: PreTrainedTokeni
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        ("end. A sentence. Another. cut", "A sentence. Another."),
-        ("one. two.", "two."),
+        ("end. A sentence. Another. cut", " A sentence. Another."),
+        ("one. two.", " two."),
         ("only one.", None),
         ("none", None),
         ("a..", "."),
@@ -654,7 +654,24 @@ def test_rows_without_two_periods_are_left_out(tokenizer: PreTrainedTokenizerFas
     rows = [{"prompt": text} for text in ("x. First one. y", "nothing", "x. Second one. y")]
     config = run_config(dataset=write_rows(tmp_path / "b.jsonl", rows), between_periods=True, num_eval=1)
     made = build_prompts(config, tokenizer)
-    assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == ["First one.", "Second one."]
+    assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == [" First one.", " Second one."]
+
+
+def test_a_query_that_is_cut_ends_with_its_last_whole_sentence(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """As lm-human-preferences has it: the first tokens behind a period, of these what ends with one, or nothing."""
+    rows = [{"prompt": f"x.{text}."} for text in ("one. two. three four", "short", "no end in twelve")]
+    config = run_config(
+        dataset=write_rows(tmp_path / "b.jsonl", rows),
+        between_periods=True,
+        too_long="cut",
+        max_prompt_tokens=12,
+        num_eval=1,
+    )
+    made = build_prompts(config, tokenizer)
+    assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == ["one. two.", "short."]
+    assert made.report.num_too_long == 1
 
 
 def test_shortening_needs_a_column_of_the_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -213,7 +213,9 @@ class PromptsConfig(Section):
         "rendered: prompts, turns of environments and agents, evaluations, stages, and `slipstream serve` of it.",
     )
     between_periods: bool = Field(
-        False, description="Keep a dataset's prompt from behind its first period to its last; drop it without two (N)."
+        False,
+        description="Keep a dataset's prompt from behind its first period to its last, also where it is cut; drop it "
+        "without two (N).",
     )
     max_prompt_tokens: Positive | None = Field(
         None,

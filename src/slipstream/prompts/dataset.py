@@ -270,12 +270,12 @@ def split_chat(record: Mapping[str, Any], config: PromptsConfig, *, where: str) 
 
 
 def between_periods(text: str) -> str | None:
-    """`text` from behind its first period to its last one, stripped; None where nothing lies between.
+    """`text` from behind its first period to its last one, its first space kept; None where nothing lies between.
 
     Whole sentences as queries: N, item 12, for the book corpus.
     """
     first, last = text.find("."), text.rfind(".")
-    return text[first + 1 : last + 1].strip() or None if last > first else None
+    return text[first + 1 : last + 1] if last > first else None
 
 
 def _messages(prompt: Any, *, where: str) -> list[dict[str, Any]]:

@@ -206,11 +206,18 @@ class Encoder:
         return self.shortened(PromptRow(text=self._template.render(columns), task="", columns=dict(columns))).text
 
     def shortened(self, row: PromptRow) -> PromptRow:
-        """`row`, or what `prompts.too_long` makes of it where its prompt does not fit; chats stay as they are."""
+        """`row`, or what `prompts.too_long` makes of it where its prompt does not fit; chats stay as they are.
+
+        `prompts.between_periods`: what is cut ends with its last period (N, item 12); without one the row stays.
+        """
         if self._config.too_long == "drop" or row.messages is not None or self.fits(self.encode([row])[0]):
             return row
         if self._config.too_long == "cut":
-            return self._longest(row.text, lambda text: replace(row, text=text))
+            cut = self._longest(row.text, lambda text: replace(row, text=text))
+            if not self._config.between_periods:
+                return cut
+            end = cut.text.rfind(".") + 1
+            return replace(cut, text=cut.text[:end]) if end else row
         return self._shorten(row)
 
     def _shorten(self, row: PromptRow) -> PromptRow:
