@@ -16,9 +16,9 @@ class Entry:
 EXPERIMENTS: dict[str, Entry] = {
     "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 80),
     "learning_rates": Entry("synchronous and continuous training at the best learning rate of each", 70),
-    "staleness_by_loss": Entry("how much staleness each loss bears", 135),
+    "staleness_by_loss": Entry("how much staleness each loss bears", 260),
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 100),
-    "far_off_policy": Entry("losses made for very old samples, at lags of 32, 64 and 128 updates", 310),
+    "far_off_policy": Entry("losses made for very old samples, at lags of 32, 64 and 128 updates", 430),
     "policy_or_reward_size": Entry("policy size or reward-model size", 75),
     "idle_compute": Entry("more updates per batch, or the best and the worst of more completions", 120),
     "stale_kv_cache": Entry("keep or recompute the cache when weights change", 10),
@@ -26,6 +26,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "adam_epsilon": Entry("where Adam's epsilon stands", 7),
     "stylistic_details": Entry("the original pipeline, one detail left out at a time", 70),
     "peers": Entry("TRL and the scheduling policies of other systems beside ours", 30),
+    "stragglers": Entry("long completions under a hard bound: what the preset tolerant gains and costs", 20),
     "real_model": Entry("SmolLM2-135M on word problems, beside TRL; left out without its weights", 90),
     "gpu": Entry("GPU edition of async_vs_sync, stale_kv_cache and peers; left out without a GPU", 90),
 }

@@ -290,7 +290,7 @@ def section(lab: Lab) -> Section:
         },
         figures={"Accuracy at the end by lag": figure(runs)},
         verdicts=verdicts(runs),
-        cost="five hours on two cores",
+        cost="seven hours on two cores",
         notes=[
             "Tokens were "
             + ", ".join(

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from experiments.figures import COLOURS, MARKERS, lines, panels, ranges, svg, ticks
 from experiments.lab import Lab
-from experiments.peers.contenders import CONTENDERS, K
+from experiments.peers.contenders import CONTENDERS, Contender, K
 from experiments.peers.reading import BINS, LONGEST, TARGET, WINDOW, Seen, trailing_means
 from experiments.peers.runs import Found, Scale, find
 from experiments.peers.verdicts import NOT_THERE, verdicts
@@ -127,16 +127,21 @@ def _reached(values: Sequence[float | None], digits: int) -> str:
 # Figure
 
 
-def figure(seen: Mapping[str, Sequence[Seen]]) -> str:
+def figure(
+    seen: Mapping[str, Sequence[Seen]],
+    contenders: Mapping[str, Contender] = CONTENDERS,
+    shown: Sequence[str] = DRAWN,
+) -> str:
+    """Of `contenders`; those `shown` have a curve."""
     figure, (learning, pace, age) = panels(["Reward", "Pace and staleness", "Age when trained"])
-    drawn = {name: seen[name] for name in DRAWN if name in seen}
-    lines(learning, {CONTENDERS[name].title: _curve(runs) for name, runs in drawn.items()})
+    drawn = {name: seen[name] for name in shown if name in seen}
+    lines(learning, {contenders[name].title: _curve(runs) for name, runs in drawn.items()})
     learning.axhline(TARGET, color="#888888", linewidth=0.8, linestyle="--")
     learning.set(xscale="log", xlabel="seconds since RL began", ylabel=f"reward, mean of {WINDOW} batches")
     learning.legend(fontsize=7)
     ticks(learning.xaxis, SECONDS)
     _draw_paces(pace, seen, list(drawn))
-    _draw_ages(age, drawn)
+    _draw_ages(age, {contenders[name].title: runs for name, runs in drawn.items()})
     return svg(figure)
 
 
@@ -156,10 +161,10 @@ def _draw_paces(axis: Axes, seen: Mapping[str, Sequence[Seen]], drawn: Sequence[
 
 def _draw_ages(axis: Axes, drawn: Mapping[str, Sequence[Seen]]) -> None:
     places = range(len(BINS) + 1)
-    for index, (name, runs) in enumerate(drawn.items()):
+    for index, (title, runs) in enumerate(drawn.items()):
         ages = {place: [age for one in runs if (age := one.age[place]) is not None] for place in places}
         means = {place: fmean(own) for place, own in ages.items() if own}
-        axis.plot(list(means), list(means.values()), label=CONTENDERS[name].title, **_style(index))
+        axis.plot(list(means), list(means.values()), label=title, **_style(index))
     axis.set_xticks(list(places), [*(f"to {edge}" for edge in BINS), "more"])
     axis.set(xlabel="tokens of the answer", ylabel="age of the oldest token, steps", ylim=(0, None))
 

@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from experiments.lab import metrics, summary
+from experiments.peers.contenders import K
 from slipstream.core.recipes import resolve
-from slipstream.core.run_log import read_rollouts
+from slipstream.core.run_log import RolloutLine, read_rollouts
 from slipstream.observe.accounting import read_accounting
 
 TARGET = 0.9
@@ -34,7 +35,9 @@ class Seen:
     trained when the run ended, and read again. `length_bias` is the mean length of the trained answers over that of all
     admitted ones, less 1; `longest_trained` the share of the longest ones that was trained; `discarded_length` the mean
     length of the discarded over that of the trained, less 1, None where nothing was. `age` is the mean age of
-    completions when trained, by their oldest token, for each bin of lengths; None where there were none.
+    completions when trained, by their oldest token, for each bin of lengths; None where there were none. `older` is the
+    share of the trained tokens that were more than K steps old, `straggler` that of the time since RL began in which
+    the trainer waited for one group while a batch lay ready.
     `accuracy` is that of sampled answers to held-out prompts in the end, `before` when RL began, None where it was
     not measured.
     """
@@ -54,6 +57,8 @@ class Seen:
     longest_trained: float = 1.0
     discarded_length: float | None = None
     age: tuple[float | None, ...] = ()
+    older: float = 0.0
+    straggler: float = 0.0
 
     @property
     def reached(self) -> int | None:
@@ -75,8 +80,9 @@ def read_run(run: Path, length_of: Callable[[int], int]) -> Seen:
     told, accounting = summary(run), read_accounting(run)
     if accounting.loop is None:
         raise ValueError(f"{run} has trained no step")
-    began_s, _ = accounting.loop
+    began_s, done_s = accounting.loop
     ended_s = tuple(step.end_s - began_s for step in accounting.steps)
+    straggler_s = sum(step.states["trainer"].get("wait_straggler", 0.0) for step in accounting.steps)
     lines = [line for line in metrics(run) if "reward" in line]
     fates = read_fates(run / "ledger.jsonl")
     trained, dropped = ({o for o, fate in fates.items() if fate == wanted} for wanted in ("trained", "skipped"))
@@ -109,6 +115,8 @@ def read_run(run: Path, length_of: Callable[[int], int]) -> Seen:
             for line in rollouts
             if line.step is not None and line.versions
         ),
+        older=share_older(rollouts, K),
+        straggler=straggler_s / (done_s - began_s),
     )
 
 
@@ -145,6 +153,19 @@ def read_fates(path: Path) -> dict[int, str]:
     """
     entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return {entry["ordinal"]: entry["state"] for entry in entries}
+
+
+def share_older(rollouts: Iterable[RolloutLine], k: int) -> float:
+    """Of the tokens of trained completions: those more than `k` steps old when trained."""
+    tokens = older = 0
+    for line in rollouts:
+        if line.step is None:
+            continue
+        ends = [first for first, _ in line.versions[1:]] + [line.num_tokens]
+        for (first, version), end in zip(line.versions, ends, strict=True):
+            tokens += end - first
+            older += (end - first) * (line.step - version > k)
+    return older / tokens if tokens else 0.0
 
 
 def mean_length(lengths: Mapping[int, int], ordinals: Iterable[int]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.trl_call import TRL_PYTHON, TrlFailed, call_trl, trl_version
 from experiments.lab import Lab, RunFailed, Spec
 from experiments.peers import workload
-from experiments.peers.contenders import CONTENDERS
+from experiments.peers.contenders import CONTENDERS, Contender
 from experiments.peers.reading import Seen, read_run, read_trl
 from slipstream.core.recipes import merge
 from slipstream.prompts.stream import PromptStream
@@ -46,11 +46,10 @@ def checkpoint(train: Path, held_out: Path, overrides: Mapping[str, Any]) -> Spe
     return Spec("peers checkpoint", RECIPE, merge(merge(data, {"stages": ["sft"]}), overrides))
 
 
-def contest(name: str, seed: int, start: Spec, model: Path, steps: int) -> Spec:
-    """The run of a contender from the checkpoint `model`, which `start` has made."""
+def contest(name: str, contender: Contender, seed: int, start: Spec, model: Path, steps: int) -> Spec:
+    """The run `name` of a contender from the checkpoint `model`, which `start` has made."""
     common = {"stages": ["rl"], "model": {"path": str(model)}, "seed": seed, "steps": steps}
-    overrides = merge(merge(start.overrides, common), CONTENDERS[name].overrides)
-    return Spec(f"peers {name} {seed}", RECIPE, overrides)
+    return Spec(f"{name} {seed}", RECIPE, merge(merge(start.overrides, common), contender.overrides))
 
 
 def find(lab: Lab, scale: Scale, *, trl_python: Path = TRL_PYTHON) -> Found:
@@ -65,7 +64,8 @@ def find(lab: Lab, scale: Scale, *, trl_python: Path = TRL_PYTHON) -> Found:
     for turn, seed in enumerate(scale.seeds):
         shift = turn * len(scale.names) // len(scale.seeds)
         for name in (*scale.names[shift:], *scale.names[:shift]):
-            spec, trainer = contest(name, seed, start, model, scale.steps), CONTENDERS[name].trl
+            contender = CONTENDERS[name]
+            spec, trainer = contest(f"peers {name}", contender, seed, start, model, scale.steps), contender.trl
             if trainer is None:
                 one = read_run(lab.run(spec), partial(answer_tokens, PromptStream(rows, seed)))
             elif version is None:

@@ -33,15 +33,15 @@ def verdicts(found: Found) -> list[Verdict]:
     seen = found.seen
     told = [_sooner(found, theirs, ours) for theirs, ours in SOONER.items()]
     if "ours" in seen:
-        told.append(_keeps_promises(seen["ours"]))
-        told += [_faster(*SLOWER[name], seen["ours"], seen[name]) for name in SLOWER if name in seen]
+        told.append(keeps_promises(seen["ours"], K))
+        told += [faster(*SLOWER[name], seen["ours"], seen[name]) for name in SLOWER if name in seen]
     if {"ours", "drop_stale"} <= seen.keys():
         claim = "A hard bound costs pace where tails are heavy: dropping stale groups has a higher pace"
-        told.append(_faster(claim, "docs/staleness.md", seen["drop_stale"], seen["ours"]))
+        told.append(faster(claim, "docs/staleness.md", seen["drop_stale"], seen["ours"]))
         told.append(_drops_the_long(seen["drop_stale"]))
     if {"ours", "ours_k8"} <= seen.keys():
         claim = "Room for the tail recovers this pace: k = 8 has a higher pace than k = 2"
-        told.append(_faster(claim, "docs/staleness.md", seen["ours_k8"], seen["ours"]))
+        told.append(faster(claim, "docs/staleness.md", seen["ours_k8"], seen["ours"]))
     told += [_unbounded(*UNBOUNDED[name], seen[name]) for name in UNBOUNDED if name in seen]
     if "sync" in seen:
         told.append(_learns_as_much(seen))
@@ -78,20 +78,21 @@ def _after(runs: Sequence[Seen]) -> str:
     return f"after at least {text} ({late} of {len(runs)} never got there)" if late else f"after {text}"
 
 
-def _faster(claim: str, source: str, fast: Sequence[Seen], slow: Sequence[Seen]) -> Verdict:
+def faster(claim: str, source: str, fast: Sequence[Seen], slow: Sequence[Seen]) -> Verdict:
+    """Whether the first has the higher pace, beyond noise."""
     paces, others = ([one.completions_per_s for one in runs] for runs in (fast, slow))
     got = f"{spread(paces, 0)} and {spread(others, 0)} completions/s: {fmean(paces) / fmean(others):.2f} times"
     return Verdict(claim, source, is_greater(paces, others), got)
 
 
-def _keeps_promises(runs: Sequence[Seen]) -> Verdict:
-    """Exactly, in every run."""
+def keeps_promises(runs: Sequence[Seen], k: int) -> Verdict:
+    """Exactly, in every run of a bound `k`."""
     oldest, bias = max(one.staleness_max for one in runs), max(abs(one.length_bias) for one in runs)
     discarded, longest = max(one.discarded for one in runs), min(one.longest_trained for one in runs)
     return Verdict(
-        f"Slipstream trains no token staler than k = {K}, discards nothing, and leaves no length out",
+        f"Slipstream trains no token staler than k = {k}, discards nothing, and leaves no length out",
         "P1; docs/staleness.md",
-        oldest <= K and discarded == 0 and bias == 0 and longest == 1,
+        oldest <= k and discarded == 0 and bias == 0 and longest == 1,
         f"largest staleness {oldest}, discarded {_percent([discarded])}, length bias {_percent([bias])}, "
         f"of the longest {_percent([longest], 0)} trained",
     )

@@ -533,7 +533,7 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         tables=tables(found),
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),
-        cost="two hours to two and a half on two cores, by the rounds that tuning takes",
+        cost="four hours on two cores, by the rounds that tuning takes",
         notes=[
             told_of_tuning({NAMES[loss]: trial for loss, trial in tuned.items()}),
             f"At N = {FAR} the kept shares of the gain are, largest first: {who_keeps(found, FAR)}.",

@@ -89,10 +89,14 @@ def differences(one, other, prefix=""):
 
 def test_contenders_differ_in_their_dials_alone():
     start = runs.checkpoint(Path("train"), Path("held"), {})
-    ours = runs.contest("ours", 0, start, Path("model"), 80).config()
+    ours = runs.contest("ours", CONTENDERS["ours"], 0, start, Path("model"), 80).config()
     assert (ours.max_staleness, ours.groups_per_step, ours.schedule.policy) == (K, GROUPS_PER_STEP, "oldest_first")
     found = {
-        name: set(differences(runs.contest(name, 0, start, Path("model"), 80).config().model_dump(), ours.model_dump()))
+        name: set(
+            differences(
+                runs.contest(name, contender, 0, start, Path("model"), 80).config().model_dump(), ours.model_dump()
+            )
+        )
         for name, contender in CONTENDERS.items()
         if contender.trl is None
     }
@@ -186,13 +190,21 @@ def finished(tmp_path, monkeypatch):
         "staleness": {"mean": 0.5, "max": 3},
     }
     (tmp_path / "summary.json").write_text(json.dumps(told))
-    steps = [SimpleNamespace(end_s=end_s) for end_s in (7.0, 9.0)]
+    waits = ({"trainer": {"wait_straggler": 0.5}}, {"trainer": {}})
+    steps = [SimpleNamespace(end_s=end_s, states=own) for end_s, own in zip((7.0, 9.0), waits, strict=True)]
     accounting = SimpleNamespace(loop=(5.0, 9.0), steps=steps, idle={"trainer": 0.25})
     monkeypatch.setattr(reading, "read_accounting", lambda run: accounting)
     rollouts = [(0, 0, 0, [(0, 0)]), (0, 1, 0, [(0, 0), (2, 1)]), (1, 0, 1, [(0, 0)]), (1, 1, 1, [(0, 1)])]
     rollouts += [(2, 0, None, [(0, 0)]), (2, 1, None, [(0, 0)])]
     made = [
-        SimpleNamespace(ordinal=ordinal, sample=sample, step=step, versions=versions, answer=ANSWERS[ordinal])
+        SimpleNamespace(
+            ordinal=ordinal,
+            sample=sample,
+            step=step,
+            versions=versions,
+            answer=ANSWERS[ordinal],
+            num_tokens=len(ANSWERS[ordinal]) + 1,
+        )
         for ordinal, sample, step, versions in rollouts
     ]
     monkeypatch.setattr(reading, "read_rollouts", lambda path: iter(made))
@@ -217,7 +229,16 @@ def test_a_run_becomes_numbers(finished):
         longest_trained=0.0,
         discarded_length=27 / 5 - 1,
         age=(0.25, None, None, None, None, None),
+        straggler=0.125,
     )
+
+
+def test_tokens_are_old_by_the_version_they_were_sampled_under():
+    """Of step 9: 3 tokens of version 6, 2 of version 7; of step 8: 5 of version 0; none of a dropped group."""
+    rollouts = [(9, 5, [(0, 6), (3, 7)]), (8, 5, [(0, 0)]), (None, 100, [(0, 0)])]
+    lines = [SimpleNamespace(step=step, num_tokens=tokens, versions=spans) for step, tokens, spans in rollouts]
+    assert [reading.share_older(lines, k) for k in (1, 2, 3, 8)] == [1.0, 0.8, 0.5, 0.0]
+    assert reading.share_older([], 2) == 0.0
 
 
 def test_another_order_of_prompts_is_noticed(finished):
@@ -455,7 +476,8 @@ def test_without_trl_the_rest_is_run_and_it_is_said(lab, monkeypatch):
 
 
 def test_trl_is_called_with_flags_it_has(tmp_path, monkeypatch):
-    config = runs.contest("trl_grpo", 1, runs.checkpoint(Path("train"), Path("held"), {}), Path("model"), 80).config()
+    start = runs.checkpoint(Path("train"), Path("held"), {})
+    config = runs.contest("trl_grpo", CONTENDERS["trl_grpo"], 1, start, Path("model"), 80).config()
     options = {}
 
     def call(python, **given):
