@@ -52,4 +52,10 @@ def test_numbers_are_those_of_the_runs(begins: str) -> None:
     counted = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)(?: s\b| %| steps| \(|,|$)")
     told = [float(number) for cell in cells(line)[1:] for number in counted.findall(cell)]
     measured = column(section, name)
-    assert sorted(told) == sorted(measured[contender] for contender in contenders)
+    assert told == [measured[contender] for contender in contenders]
+
+
+def test_the_page_on_smollm2_has_the_seconds_of_the_runs() -> None:
+    told = re.findall(r"(\d+) s\b", (ROOT / "docs/smollm2.md").read_text().split("## Beside TRL")[1].split("\n## ")[0])
+    measured = column("real_model", "reward 0.5 after, s")
+    assert list(map(float, told)) == [measured["synchronous"], measured["TRL, GRPO"]]

@@ -251,7 +251,7 @@ def _size_verdict(found: Found) -> Verdict:
         "The speed-up grows with the size of the policy",
         "A, Fig. 1; L, Fig. 7",
         None,
-        f"{told}. Cores that both sides share cannot answer it; the experiment `gpu` asks it",
+        f"{told}. Cores that both sides share cannot answer it; a device for each side would",
     )
 
 
