@@ -8,7 +8,8 @@
 First come the CPU seconds per completion, by process and by kind of work, over all threads of each process. A process
 knows its own by state (`timeline_hook/`); what the run's other processes take (the one that imports, the workers of
 rewards) is the rest of what the system counts. What is neither model, sampling nor scoring is what a completion costs
-besides arithmetic.
+besides arithmetic; other processes are not in it, since scoring and messages cannot be told apart in them. Last comes
+how many completions a second the controller's own seconds, less start-up and sleep, would allow for.
 
 The trainer's critical path is the time from the start of its first step to the end of its last. Of that time it works,
 waits for data that does not exist yet (generation, rewards, a straggler), or is held up by what joins the two: taking
@@ -177,6 +178,8 @@ def cost_table(of_process: Mapping[str, Mapping[str, float]], total_s: float, co
     print(f"  {'other processes':<{14 + 9 * len(KINDS)}}{rest_s / completions * 1e3:9.3f}")
     besides = sum(seconds for kind, seconds in together.items() if kind not in (*ARITHMETIC, "start-up"))
     share = sum(together[kind] for kind in ARITHMETIC) / total_s
+    controller_s = sum(s for kind, s in rows["controller"].items() if kind not in ("start-up", "asleep"))
+    print(f"  the controller's own work allows for {completions / controller_s:,.0f} completions/s")
     print(f"  besides arithmetic and start-up: {besides / completions * 1e3:.3f} ms; arithmetic is {share:.1%} of all")
 
 
