@@ -8,7 +8,7 @@
 First come the CPU seconds per completion, by process and by kind of work, over all threads of each process. A process
 knows its own by state (`timeline_hook/`); what the run's other processes take (the one that imports, the workers of
 rewards) is the rest of what the system counts. What is neither model, sampling nor scoring is what a completion costs
-besides arithmetic; other processes are not in it, since scoring and messages cannot be told apart in them. Last comes
+besides arithmetic; other processes are not in it, since scoring and messages cannot be told apart in them. Beside it is
 how many completions a second the controller's own seconds, less start-up and sleep, would allow for.
 
 The trainer's critical path is the time from the start of its first step to the end of its last. Of that time it works,

@@ -159,7 +159,7 @@ def share_older(rollouts: Iterable[RolloutLine], k: int) -> float:
     """Of the tokens of trained completions: those more than `k` steps old when trained."""
     tokens = older = 0
     for line in rollouts:
-        if line.step is None:
+        if line.step is None or not line.versions:
             continue
         ends = [first for first, _ in line.versions[1:]] + [line.num_tokens]
         for (first, version), end in zip(line.versions, ends, strict=True):

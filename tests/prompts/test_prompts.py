@@ -672,6 +672,11 @@ def test_a_query_that_is_cut_ends_with_its_last_whole_sentence(
     made = build_prompts(config, tokenizer)
     assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == ["one. two.", "short."]
     assert made.report.num_too_long == 1
+    config = config.model_copy(
+        update={"prompts": config.prompts.model_copy(update={"template": "On. {question}", "max_prompt_tokens": 16})}
+    )
+    made = build_prompts(config, tokenizer)
+    assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == ["On. one. two.", "On. short."]
 
 
 def test_shortening_needs_a_column_of_the_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

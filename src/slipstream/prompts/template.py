@@ -216,7 +216,7 @@ class Encoder:
             cut = self._longest(row.text, lambda text: replace(row, text=text))
             if not self._config.between_periods:
                 return cut
-            end = cut.text.rfind(".") + 1
+            end = cut.text.rfind(".", row.text.find(str(row.columns.get("question", row.text)))) + 1
             return replace(cut, text=cut.text[:end]) if end else row
         return self._shorten(row)
 
