@@ -26,6 +26,8 @@ from slipstream.observe.hardware import describe
 
 HOOK = Path(__file__).parent / "profile_hook"
 PROCESS = "slipstream.controller.process"
+NEARLY_ALL = 0.9
+"""A function with more of a process's time contains all the rest, and says nothing."""
 
 
 def name_of(command: list[str]) -> str:
@@ -42,7 +44,8 @@ def print_profile(told: Mapping[str, Any], completions: int, top: int) -> None:
     total_s = sum(told["own"].values())
     print(f"\n{name_of(told['command'])}: {total_s:.2f} s sampled of {told['thread_s']:.2f} s of the main thread")
     for kind in ("own", "inclusive"):
-        dearest = sorted(told[kind].items(), key=lambda one: -one[1])[:top]
+        found = [(function, seconds) for function, seconds in told[kind].items() if seconds < NEARLY_ALL * total_s]
+        dearest = sorted(found, key=lambda one: -one[1])[:top]
         print(f"  {kind}, us per completion")
         for function, seconds in dearest:
             print(f"    {1e6 * seconds / completions:9.1f}  {seconds / total_s:6.1%}  {function}")

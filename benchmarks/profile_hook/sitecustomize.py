@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -64,8 +65,21 @@ def _begin() -> None:
     signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S)
 
 
+def _end() -> None:
+    """Before the interpreter takes back its handlers: the signal would end the process."""
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    _write()
+
+
+def _hear(event: str, _: Any) -> None:
+    """A timer lives on in a program that takes this one's place, and would end that."""
+    if event == "os.exec":
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
 if "PROFILE_FOLDER" in os.environ:
+    sys.addaudithook(_hear)
     signal.signal(signal.SIGPROF, _sample)
     os.register_at_fork(after_in_child=_begin)
-    atexit.register(_write)
+    atexit.register(_end)
     _begin()
