@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import slipstream
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import read_jsonl
+from slipstream.observe.samples import read_samples
 
 PAGE = Path(__file__).parents[2] / "docs" / "ppo_details.md"
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -96,6 +98,14 @@ def test_every_name_on_the_page_is_written(tmp_path: Path) -> None:
     assert 0 < first["elapsed/time"] < last["elapsed/time"]
     assert last["elapsed/fps"] == math.floor(8 * 6 / last["step_s"])
     assert last["ppo/eps"] > 0
+
+    shown = read_samples(out / "samples.json")
+    assert len(shown) == 2, "all held-out prompts"
+    validated = [line for line in rl if "objective/validation_score" in line]
+    assert [line["version"] for line in validated] == [0, 1, 2]
+    rewards = np.array([(one.before_reward, one.after_reward) for one in shown], dtype=np.float64)
+    found = [validated[at]["objective/validation_score"] for at in (0, 2)]
+    assert found == pytest.approx(rewards.mean(axis=0).tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [{"rating": "5"}, {"rating": True}, {"completion": None}, {"rating": None}])

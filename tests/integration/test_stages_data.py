@@ -140,13 +140,13 @@ def test_demonstrations_that_cannot_be_split(policy: Path, tmp_path: Path) -> No
 
 
 def test_references_score_zero_on_average_under_reference_bias(tmp_path: Path) -> None:
-    """By transformers' classifier and config.json's `score_bias`, on the references in the preferences."""
-    num_prompts = 20
+    """By transformers' classifier and config.json's `score_bias`, on the references of all training prompts."""
+    num_prompts = 100
     overrides = {
         "stages": ["preferences", "reward_model"],
         "host": "inline",
         "model": SMALL,
-        "prompts": {"num_train": 100, "num_eval": 10},
+        "prompts": {"num_train": num_prompts, "num_eval": 10},
         "generator": {"num_slots": 16},
         "warm_start": {"steps": 0},
         "eval": {"num_prompts": 10},
@@ -154,7 +154,7 @@ def test_references_score_zero_on_average_under_reference_bias(tmp_path: Path) -
         "preferences": {"num_prompts": num_prompts, "samples_per_prompt": 2, "with_reference": True},
         "reward_model": {
             "normalise": "reference_bias",
-            "normalise_samples": num_prompts,
+            "normalise_samples": 20,
             "batch_size": 16,
             "optimizer": {"lr": 3e-3},
         },

@@ -62,6 +62,25 @@ def test_every_completion_is_of_the_versions_that_it_says(
     assert max(num_spans) > 1
 
 
+def test_a_completion_is_cut_after_segment_tokens_tokens(ranks: RankPool, policy: str, transport: str) -> None:
+    """More than it has where the same version does not wait, however many stages there are."""
+    begun = []
+    for number, (settings, segment_tokens) in enumerate([(IN_FLIGHT, None), (BETWEEN, 4)]):
+        generator = {"pipeline_parallel": 2, "tensor_parallel": 1, "segment_tokens": segment_tokens}
+        case = jobs.Case(
+            settings | {"generator": generator},
+            commands=((0, jobs.admit(0, 4)),),
+            staged=(((12, 1),), ((12, 1),), (), ()),
+        )
+        folder = Path(transport, str(number))
+        folder.mkdir(mode=0o700)
+        by_rank = ranks.run(jobs.replica, case, policy, str(folder), world=2)
+        assert_one_replica(by_rank, case)
+        begun.append({key: said(completion)[1][1:] for key, completion in by_rank[0].completions.items()})
+    at_once, cut = begun
+    assert cut == {key: [(start + 4, 1)] for key, [(start, _)] in at_once.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "mxfp4"])
 def test_versions_of_fewer_bits_are_served_by_stages(

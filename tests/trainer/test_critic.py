@@ -78,10 +78,10 @@ def final_states(model, tokens):
     return model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
 
 
-def gae_loop(reward, values, *, gamma, lam):
+def gae_loop(rewards, values, *, gamma, lam):
     advantages, following, carried = np.zeros(len(values)), 0.0, 0.0
     for t in reversed(range(len(values))):
-        delta = (reward if t == len(values) - 1 else 0.0) + gamma * following - values[t]
+        delta = rewards[t] + gamma * following - values[t]
         carried = delta + gamma * lam * carried
         following = values[t]
         advantages[t] = carried
@@ -112,7 +112,8 @@ def test_losses_and_gradients_equal_single_sequences(kind, capacity):
             else:
                 values = final_states(critic_twin, sequence.tokens)[rows].double()
             logprobs = torch.log_softmax(policy_twin.logits(states), -1).gather(1, targets[:, None]).squeeze(1).double()
-            advantages, returns = gae_loop(rollout.reward, values.detach().numpy(), gamma=0.9, lam=0.8)
+            rewards = [*np.zeros(len(targets) - 1), rollout.reward]
+            advantages, returns = gae_loop(rewards, values.detach().numpy(), gamma=0.9, lam=0.8)
             ratios = (logprobs - torch.from_numpy(sequence.behaviour_logprobs[sequence.mask]).double()).exp()
             advantages = torch.from_numpy(advantages)
             surrogate = torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
@@ -338,10 +339,47 @@ def test_groups_are_dealt_anew_in_every_epoch_by_seed_and_step():
 # Published names
 
 
+@torch.no_grad()
+def published_by_hand(model, auxiliary, groups, *, kl_coef):
+    """Means and variances over all sampled tokens before any update, sequence by sequence."""
+    columns = []
+    for rollout in [rollout for group in groups for rollout in group.rollouts]:
+        sequence = train_sequence(rollout.completion)
+        at, targets = np.flatnonzero(sequence.mask) - 1, sequence.tokens[sequence.mask]
+        behaviour, places = sequence.behaviour_logprobs[sequence.mask], np.arange(len(targets))
+        policy, reference = (
+            torch.log_softmax(one.logits(final_states(one, sequence.tokens)[at]).double(), -1).numpy()
+            for one in (model, auxiliary.reference)
+        )
+        rewards = -kl_coef * (behaviour - reference[places, targets])
+        rewards[-1] += rollout.reward
+        values = final_states(auxiliary.critic.module, sequence.tokens)[at].double().numpy()
+        advantages, returns = gae_loop(rewards, values, gamma=1.0, lam=0.95)
+        ratios = np.exp(policy[places, targets] - behaviour)
+        columns.append([values, advantages, returns, ratios, -(np.exp(policy) * policy).sum(-1)])
+    values, advantages, returns, ratios, entropies = np.concatenate(columns, axis=1)
+    return {
+        "ppo/val/mean": values.mean(),
+        "ppo/val/var": values.var(),
+        "ppo/val/advantage": advantages.mean(),
+        "ppo/val/advantage_var": advantages.var(),
+        "ppo/val/ratio": ratios.mean(),
+        "ppo/val/ratio_var": ratios.var(),
+        "ppo/returns/mean": returns.mean(),
+        "ppo/returns/var": returns.var(),
+        "ppo/policy/entropy": entropies.mean(),
+    }
+
+
 def test_published_names_of_a_step_with_a_critic():
     groups = make_groups()
-    config, model, _, optimizer, auxiliary = actor_critic(kl={"coef": 0.2}, critic={"coef": 0.1})
+    config, model, _, optimizer, auxiliary = actor_critic(
+        kl={"coef": 0.2}, critic={"coef": 0.1}, trainer={"optimizer": UNCLIPPED | {"lr": 2e-3}}
+    )
+    expected = published_by_hand(model, auxiliary, groups, kl_coef=0.2)
     metrics = step(config, model, optimizer, auxiliary, groups)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert metrics["ppo/lr"] == 2e-3
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert metrics["objective/score"] == pytest.approx(np.mean([rollout.reward for rollout in rollouts]))
     assert metrics["objective/kl_coef"] == 0.2

@@ -227,7 +227,9 @@ def test_gain_is_trained_like_a_weight_and_a_shift_has_no_gradient():
     assert abs(model.bias.item()) < 1e-5
 
 
-def test_scores_are_those_of_each_sequence_alone_in_the_order_given():
+@pytest.mark.parametrize("most_together", [4096, 5, 1])
+def test_scores_are_those_of_each_sequence_alone_in_the_order_given(monkeypatch, most_together):
+    monkeypatch.setattr("slipstream.models.scoring.MOST_TOGETHER", most_together)
     model = tiny()
     rng = np.random.default_rng(3)
     prompts = [random_tokens(rng, 3, 8) for _ in range(4)]

@@ -196,8 +196,19 @@ def test_difference_per_lag_is_rounding_where_behaviour_is_the_policy():
     assert metrics["logprob_diff_max/lag_1"] == pytest.approx(difference.max(), rel=1e-4)
     num_tokens = sum(rollout.completion.num_tokens for rollout in rollouts)
     assert metrics["logprob_diff_mean"] == pytest.approx(difference.sum() / num_tokens, rel=1e-4)
-    assert metrics["staleness_max"] == 1
+    assert metrics["staleness_max"] == metrics["staleness_updates_max"] == 1
     assert metrics["staleness_tokens/lag_1"] == rollouts[2].completion.num_tokens
+
+
+@pytest.mark.parametrize(("oldest", "in_updates"), [(0, 2 * 4 + 2), (1, 2 * 4 + 3)])
+def test_staleness_is_that_of_the_oldest_tokens_when_they_are_trained_on_last(oldest, in_updates):
+    """The first of two minibatches has the groups 0 and 2; in two epochs a step is four updates."""
+    groups = make_groups(version=2)
+    groups[oldest] = make_groups(version=0)[oldest]
+    _, _, metrics = step_of(groups, step=2, max_staleness=2, trainer={"minibatches": 2, "epochs": 2})
+    assert metrics["staleness_updates_max"] == in_updates
+    counts = [sum(rollout.completion.num_tokens for rollout in group.rollouts) for group in groups]
+    assert metrics["staleness_mean"] == pytest.approx(2 * counts[oldest] / sum(counts))
 
 
 def test_tokens_outside_the_bound_raise():

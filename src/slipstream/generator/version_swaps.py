@@ -16,10 +16,10 @@ class VersionSwaps:
 
     `in_flight`: at once. `between_batches`: when all that has begun is over: completions and episodes, or with
     `weight_update_at = "turn"` the turns that are being sampled. Until then nothing new begins: the generator *drains*,
-    and `spans.state` says so. After `generator.segment_tokens` steps of that, completions are cut and go on under the
-    new version. A backend that `keeps_versions` takes a new one beside those in use, and nothing is held back; a swap
-    for which it has no room waits for the end of all that has the oldest. With `tells` each swap is announced on
-    `events`; one rank of a replica does so.
+    and `spans.state` says so. After `generator.segment_tokens` steps of that, P times as many with P pipeline stages (a
+    row has a token in P of them), completions are cut and go on under the new version. A backend that `keeps_versions`
+    takes a new one beside those in use, and nothing is held back; a swap for which it has no room waits for the end of
+    all that has the oldest. With `tells` each swap is announced on `events`; one rank of a replica does so.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class VersionSwaps:
         if self._config.weight_update == "between_batches" and self._is_anything_begun:
             engine.pause_admission(True, holds_turns=self._at_turns)
             self._spans.state = "drain"
-            limit = self._config.generator.segment_tokens
-            if limit is None or self._drain_steps < limit:
+            generator = self._config.generator
+            limit = generator.segment_tokens
+            if limit is None or self._drain_steps < limit * generator.pipeline_parallel:
                 return False
             resumed = engine.export_live()
         has_swapped = self._commit(version)

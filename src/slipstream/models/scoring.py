@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from slipstream.models.packed import at_targets
 from slipstream.models.scalar import ScalarModel
 from slipstream.models.turns import read_in_turns
 
+MOST_TOGETHER = 4096  # samples: the search for microbatches takes their number times that of the microbatches
 Sample = tuple[np.ndarray, np.ndarray]  # prompt tokens, completion tokens with EOS where it was sampled; int32
 
 
@@ -49,10 +51,15 @@ def score(
 ) -> np.ndarray:
     """One score per sample, float32 [len(samples)]: the value at its last token, of prompt and completion together.
 
-    Read in microbatches of at most `microbatch_tokens` rows; completions with equal prompts share theirs. An empty
-    completion is scored at the prompt's last token. Data-parallel `ranks` of the model call it with the same `samples`,
-    and all get the scores. Identity: scores do not depend on what else is in `samples`, nor on the ranks.
+    Read in microbatches of at most `microbatch_tokens` rows, MOST_TOGETHER after MOST_TOGETHER; completions with equal
+    prompts share theirs. An empty completion is scored at the prompt's last token. Data-parallel `ranks` of the model
+    call it with the same `samples`, and all get the scores. Identity: scores do not depend on what else is in
+    `samples`, nor on the ranks.
     """
+    if len(samples) > MOST_TOGETHER:
+        score_part = partial(score, model, microbatch_tokens=microbatch_tokens, batching=batching, ranks=ranks)
+        starts = range(0, len(samples), MOST_TOGETHER)
+        return np.concatenate([score_part(samples[start : start + MOST_TOGETHER]) for start in starts])
     ordinals: dict[bytes, int] = {}  # of the distinct prompts
     sequences = []
     for index, (prompt, completion) in enumerate(samples):

@@ -172,18 +172,20 @@ def _labelled(record: Mapping[str, Any], where: str, *, is_rated: bool) -> Label
 def _samples(
     config: RunConfig, policy: Any, tokenizer: Tokenizer, max_positions: int, progress: StageProgress
 ) -> Sequence[Sample]:
-    """Return the samples that scores are normalised on: the policy's, or references (N, items 20 and 21).
+    """Return the samples that scores are normalised on (N, items 20 and 21): the policy's for the first
+    `normalise_samples` training prompts, or the references of all of them.
 
     Those of more than `max_positions` tokens are left out.
     """
     settings = config.reward_model
     if settings.normalise == "none":
         return []
-    prompts = list(build_prompts(config, tokenizer).train.prompts)[: settings.normalise_samples]
+    prompts = build_prompts(config, tokenizer).train.prompts
     if settings.normalise == "reference_bias":
         completions = reference_completions(config.prompts.reference, prompts, tokenizer)
     else:
-        completions = sampled(config, to_sample(config, policy), tokenizer, prompts, stream=NORMALISATION_STREAM)
+        chosen = prompts[: settings.normalise_samples]
+        completions = sampled(config, to_sample(config, policy), tokenizer, chosen, stream=NORMALISATION_STREAM)
     every = [(one.prompt.tokens, scored_tokens(one.tokens, config.rewards)) for one in completions]
     found = [sample for sample in every if sum(map(len, sample)) <= max_positions]
     if len(found) < len(every):
