@@ -202,6 +202,13 @@ async def swallow(row: dict[str, Any], client: AsyncOpenAI) -> None:
             await asyncio.sleep(0.02)
 
 
+async def insist(row: dict[str, Any], client: AsyncOpenAI) -> None:
+    """Ask for ever, whatever comes of it."""
+    while True:
+        with contextlib.suppress(Exception):
+            await ask(client, "again")
+
+
 async def block(row: dict[str, Any], client: AsyncOpenAI) -> None:
     RELEASED.wait(300.0)
 
@@ -321,6 +328,7 @@ DEEDS: dict[str, Deed] = {
         cancels_itself,
         hang,
         swallow,
+        insist,
         block,
         die,
         leave_a_task,

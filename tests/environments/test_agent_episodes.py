@@ -17,8 +17,10 @@ from slipstream.core.turn_messages import Observation, TurnSampled
 from slipstream.core.types import Segment, VersionSpan
 from slipstream.environments.answers import Asked, LastWord, Lost
 from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
+from slipstream.environments.chat import PlainChat
 from slipstream.environments.episodes import EpisodeTable, Give, Open, Shut, Sources
 from slipstream.environments.known_episode import EpisodeLimits, Key
+from slipstream.models.tokenizer import CharTokenizer
 
 Messages = list[dict[str, Any]]
 
@@ -197,8 +199,9 @@ def test_what_agents_were_told_is_what_is_trained(
 KEY = (-1, 3, 1)
 
 
-def opened(**limits: Any) -> EpisodeTable:
-    table = EpisodeTable(EpisodeLimits(**{**vars(LIMITS), **limits}), PlainNumbers(), Sources(("",), (1.0,)))
+def opened(chat: Any = None, **limits: Any) -> EpisodeTable:
+    limits = {**vars(LIMITS), **limits}
+    table = EpisodeTable(EpisodeLimits(**limits), chat or PlainNumbers(), Sources(("",), (1.0,)))
     [act] = table.sampled(TurnSampled(ordinal=3, sample=1, replica=0, turn=0, prompt=prompt(3)), 0.0)
     assert isinstance(act, Open)
     return table
@@ -379,6 +382,36 @@ def test_what_a_lying_worker_asks_is_refused(bad: Ask) -> None:
     [act] = table.asked(Asked(KEY, 1, bad), 0.0)
     assert isinstance(act, Give)
     assert isinstance(act.reply, Refused)
+
+
+def test_a_prompt_without_a_token_is_refused_and_the_episode_goes_on() -> None:
+    """An agent may send back the text of a turn that was nothing but a stop token."""
+    table = opened(PlainChat(CharTokenizer()))
+    empty = {"role": "user", "content": ""}
+    for bad in (Ask(messages=[empty]), Ask(messages=[{"role": "system", "content": ""}, empty]), Ask(text="")):
+        [act] = table.asked(Asked(KEY, 1, bad), 0.0)
+        assert isinstance(act, Give)
+        assert isinstance(act.reply, Refused)
+        assert (str(act.reply), act.reply.code) == ("a prompt has at least one token", "invalid_prompt")
+    first = ask(table, 2, {"role": "user", "content": "a"})
+    assert (first.branch, first.prompt.text) == (0, "a")
+    said = turn(table, 1, [1]).message
+    fork = ask(table, 3, empty)
+    assert isinstance(fork, Give), "nor does a fork begin with nothing"
+    assert ask(table, 4, {"role": "user", "content": "a"}, said, empty).branch == 0
+
+
+def test_a_refusal_for_want_of_room_counts_forks_and_open_requests() -> None:
+    table = opened(max_episode_tokens=12)
+    rooms = [ask(table, number, user(50)).max_new_tokens for number in (1, 2)]
+    assert rooms == [6, 5], "the fork's context is a token of the episode's"
+    act = ask(table, 3, user(50))
+    assert isinstance(act, Give)
+    assert isinstance(act.reply, Refused)
+    assert "1 tokens of context leave no room" in str(act.reply)
+    assert "environment.max_episode_tokens = 12 behind its prompt; with this request 13 of them are used" in str(
+        act.reply
+    )
 
 
 def test_a_turn_that_came_too_late_for_an_agent_that_has_returned_is_left_out() -> None:

@@ -25,6 +25,7 @@ from drawn import drawn
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from templates import FAMILIES, QWEN3, TOOLS, Family, tokenizer_of
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from slipstream.core.errors import ConfigError
@@ -698,3 +699,66 @@ def test_a_template_that_leaves_out_the_text_beside_calls() -> None:
     number = play.ask(body_of(user("q"), said, {"role": "tool", "tool_call_id": "c", "content": "x"}))
     assert isinstance(number, int)
     assert not check_read(play, number, [])
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_texts_and_chats_begin_as_rows_do(has_template: bool) -> None:
+    """A tokenizer that begins texts with BOS: an agent's begin with one, and only there."""
+    family = FAMILIES["llama3"]
+    tokenizer = copy.deepcopy(tokenizer_of(family))
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{family.bos} $A", special_tokens=[(family.bos, bos)]
+    )
+    if not has_template:
+        tokenizer.chat_template = None
+    speech = of_tokenizer(family, tokenizer, made=Spoken if has_template else PlainSpoken)
+    play = Play(speech)
+
+    def read_for(body: Json) -> tuple[int, Ids]:
+        number = play.ask(body)
+        assert isinstance(number, int), number
+        return number, play.open[number][2]
+
+    number, read = read_for({"model": "policy", "prompt": "2 + 2\n"})
+    assert read == tokenizer("2 + 2\n")["input_ids"], "as the encoder of rows does"
+    assert read.count(bos) == 1
+    four = speech.encode("4\n")
+    play.sample(number, four, is_stopped=False)
+    number, longer = read_for({"model": "policy", "prompt": "2 + 2\n4\n3 + 3\n"})
+    assert longer == [*read, *four, *speech.encode("3 + 3\n")]
+    play.sample(number, four, is_stopped=False)
+    assert len(play.reader.read) == 1, "a text that goes on is no fork"
+
+    begin = [] if has_template else [bos]  # templates write their own
+    chats = [[user("q")], [user("q"), {"role": "assistant", "content": "made up"}, user("r")]]
+    for messages in chats:
+        number, read = read_for(body_of(*messages, tools=[]))
+        assert read == [*begin, *speech.encode(speech.text(messages, []))]
+        turn = play.sample(number, [*four, eos], is_stopped=True)
+        said = turn.answer["choices"][0]["message"]
+        number, longer = read_for(body_of(*messages, said, user("s"), tools=[]))
+        assert longer[: len(read) + len(four) + 1] == [*read, *four, eos]
+        assert longer.count(bos) == 1, "nothing that is given later begins a text"
+        play.sample(number, [*four, eos], is_stopped=True)
+    over = play.end()
+    check_completion(play, over)
+    assert over.episode.prompt.text == over.record.messages[0]["content"] == "2 + 2\n", "people and rewards see no BOS"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "reason"),
+    [([1], "stop"), ([64], "length"), ([None], "length"), ([1, None], "length"), ([None, 1], "stop")],
+)
+def test_a_clients_own_bound_truncates_no_episode(wishes: list[int | None], reason: str) -> None:
+    """Its client hears of it all the same."""
+    play, messages = Play(spoken("no template")), [user("q")]
+    for wish in wishes:
+        number = play.ask(body_of(*messages, tools=[]) | ({} if wish is None else {"max_tokens": wish}))
+        assert isinstance(number, int)
+        turn = play.sample(number, play.speech.encode("a") * (wish or LIMITS.max_turn_tokens), is_stopped=False)
+        [choice] = turn.answer["choices"]
+        assert choice["finish_reason"] == "length"
+        messages += [choice["message"], user("Sure?")]
+    assert len(play.reader.read) == 1
+    assert play.end().finish_reason == reason

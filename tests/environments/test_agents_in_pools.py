@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import runpy
+import select
 import textwrap
 import threading
 import zlib
@@ -320,6 +321,27 @@ def test_an_agent_that_hangs_is_late_by_its_own_time_alone(make_agents: MakePool
         assert pool.next_deadline_s() == clock.now_s() + LIMIT_S
     clock.advance(LIMIT_S)
     assert wait_for(pool, 1) == [Lost("a", "timed out after 7 s", is_guilty=True)]
+    assert pool.num_restarts == 0
+
+
+def test_one_that_is_refused_and_asks_for_ever_is_late(make_agents: MakePool) -> None:
+    clock = VirtualClock()
+    pool = make_agents("run_light", "run_light", step_limit_s=LIMIT_S, clock=clock)  # a pool that other tests play, too
+    refused = Refused("the episode is over", code="max_turns")
+    pool.open("a", 0, {"do": "insist"})
+    for told in (refused, reply("a turn gives it all of its time again"), refused, refused):
+        [one] = wait_for(pool, 1)
+        assert isinstance(one, Asked)
+        pool.give("a", one.request, told)
+        clock.advance(5.0)
+    asked: list[Any] = [None]
+    while len(asked) < 1_000 and not isinstance(asked[-1], Lost):
+        select.select(pool.fds(), [], [], GENEROUS_S)  # its next request is there before its time is looked at
+        for one in pool.poll():
+            asked.append(one)
+            if isinstance(one, Asked):
+                pool.give("a", one.request, refused)
+    assert asked[-1] == Lost("a", "timed out after 7 s", is_guilty=True)
     assert pool.num_restarts == 0
 
 

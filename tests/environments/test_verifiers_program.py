@@ -29,8 +29,8 @@ TASKSETS = Path(__file__).parent / "verifiers_tasksets"
 PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
 LIMIT_S = 60.0
 
-Speak = Callable[[list[dict[str, Any]]], dict[str, Any] | int]
-"""The policy: a conversation in, its message out, or an HTTP status that refuses."""
+Speak = Callable[[list[dict[str, Any]]], dict[str, Any] | int | str]
+"""The policy: a conversation in, its message out, or what refuses it: an HTTP status, or the code of a limit."""
 needs_verifiers = pytest.mark.skipif(
     not (PYTHON.parent.parent / "installed").exists(), reason="verifiers is not installed: `make verifiers-env`"
 )
@@ -157,6 +157,9 @@ class Policy:
                 said = speak(body["messages"]) if is_own else 404
                 if isinstance(said, int):
                     self._answer(said, {"error": {"message": "no room", "code": "context_length_exceeded"}})
+                    return
+                if isinstance(said, str):
+                    self._answer(400, {"error": {"message": "the episode is over", "code": said}})
                     return
                 reason = "tool_calls" if said.get("tool_calls") else "stop"
                 choice = {"index": 0, "message": {"role": "assistant", **said}, "finish_reason": reason}
@@ -326,6 +329,23 @@ def test_tools_run_in_a_server_of_the_environment() -> None:
         assert [tool["function"]["name"] for tool in first["tools"]] == ["numbers_look_up"]
         results = [message["content"] for message in second["messages"] if message["role"] == "tool"]
         assert results == ["4", "error: there is no tool 'nothing'", "error: the arguments are no JSON object", "17"]
+
+
+@needs_verifiers
+def test_a_conversation_that_a_limit_of_the_run_ends_is_rewarded() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "numbers_look_up", "arguments": '{"name": "a"}'}}
+    codes = ["max_turns", "episode_limit", "invalid_messages"]
+
+    def speak(messages: list[dict[str, Any]]) -> dict[str, Any] | str:
+        return {"content": "17", "tool_calls": [call]} if len(messages) == 1 else str(messages[0]["content"])
+
+    with serving(speak) as policy, started("vault") as running:
+        rows = [{"task": json.dumps({"prompt": code, "answer": "17"})} for code in codes]
+        running.write(*(line(policy, number, row) for number, row in enumerate(rows)))
+        *cut, refused = running.read_all(len(codes))
+        for answer in cut:
+            assert (answer["reward"], answer["metrics"]) == (1.0, {"is_right": 1.0, "tool_results": 0.0})
+        assert "invalid_messages" in refused["error"]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from barriers import needs
+from barriers import needs, secret_at_home
 from drawn import drawn
 from drive import GENEROUS_S, asked, opened, take_all, text, wait_for
 from hypothesis import strategies as st
@@ -219,25 +219,20 @@ def test_memory_processes_and_output_are_bounded(make_workers: MakePool) -> None
 
 
 def test_files_network_secrets_and_processes_are_out_of_reach(
-    make_workers: MakePool, monkeypatch: pytest.MonkeyPatch
+    make_workers: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("files", "network", "processes", "user")
+    private, marker = secret_at_home(tmp_path, monkeypatch), Path(f"/slipstream-environment-test-{os.getpid()}")
     monkeypatch.setenv("SLIPSTREAM_TEST_SECRET", "token")
     monkeypatch.setenv("SLIPSTREAM_TEST_NAMED", "told")
-    private = Path.home() / f".slipstream-test-secret-{os.getpid()}"
-    marker = Path(f"/slipstream-environment-test-{os.getpid()}")
     pool = make_workers("Hostile", environment=["SLIPSTREAM_TEST_NAMED"])
     assert pool.isolation >= {"files", "network", "processes", "user", "limits", "syscalls"}
-    try:
-        private.write_text("secret")
-        opened(pool, list(range(8)), 0)
-        commands = ["environment SLIPSTREAM_TEST_SECRET", "environment SLIPSTREAM_TEST_NAMED", "identity"]
-        commands += ["network", f"read {private}", f"write {marker}", "write note.txt", "processes"]
-        for key, command in enumerate(commands):
-            pool.take(key, 1, {"content": command})
-        told = {one.key: text(one) for one in wait_for(pool, len(commands))}
-    finally:
-        private.unlink(missing_ok=True)
+    opened(pool, list(range(8)), 0)
+    commands = ["environment SLIPSTREAM_TEST_SECRET", "environment SLIPSTREAM_TEST_NAMED", "identity"]
+    commands += ["network", f"read {private}", f"write {marker}", "write note.txt", "processes"]
+    for key, command in enumerate(commands):
+        pool.take(key, 1, {"content": command})
+    told = {one.key: text(one) for one in wait_for(pool, len(commands))}
     assert not marker.exists()
     assert [told[key] for key in range(3)] == ["unset", "told", "False"]
     assert "PermissionError" in told[3]

@@ -117,7 +117,9 @@ class EnvironmentConfig(NamedEnvironment):
         "auto", description="How the model writes calls of tools: 'auto' goes by its chat template."
     )
     step_limit_s: Seconds = Field(
-        30.0, description="Longest answer of an environment, in seconds; then its episode begins again."
+        30.0,
+        description="Longest answer of an environment, in seconds; then its episode begins again. Of an agent: the "
+        "longest time without an open request, and from a refused turn to its next one.",
     )
     episode_limit_s: Seconds = Field(
         1800.0, description="Longest episode in seconds, from its reset; it is cut at the end of the turn."

@@ -27,12 +27,15 @@ def admitted(episode: KnownEpisode, asked: Asked, limits: EpisodeLimits, chats: 
         branch, given, history = _placed(episode, ask, chats, limits)
     except ConfigError as error:
         raise Refused(str(error), code="invalid_messages") from error
+    if not len(branch.prompt.tokens):
+        raise Refused("a prompt has at least one token", code="invalid_prompt")
     is_new = branch.number >= len(episode.branches)
     num_context = branch.num_tokens + len(given)
     num_new = len(given) + (len(branch.prompt.tokens) if is_new and branch.number > 0 else 0)
-    room = limits.room(num_context, episode.num_behind + num_new)
+    num_behind = episode.num_behind + num_new
+    room = limits.room(num_context, num_behind)
     wish = ask.wishes.max_tokens
-    _check_limits(episode, limits, now_s, room=room, num_context=num_context)
+    _check_limits(episode, limits, now_s, room=room, num_context=num_context, num_behind=num_behind)
     if is_new:
         episode.branches.append(branch)
     elif branch.number == 0 and not branch.turn:
@@ -40,10 +43,13 @@ def admitted(episode: KnownEpisode, asked: Asked, limits: EpisodeLimits, chats: 
     branch.given, branch.history = given, history
     branch.request, branch.is_sampling = asked.request, True
     branch.num_asked = room if wish is None else min(room, max(1, wish))
+    branch.is_wished = branch.num_asked < room
     return branch
 
 
-def _check_limits(episode: KnownEpisode, limits: EpisodeLimits, now_s: float, *, room: int, num_context: int) -> None:
+def _check_limits(
+    episode: KnownEpisode, limits: EpisodeLimits, now_s: float, *, room: int, num_context: int, num_behind: int
+) -> None:
     """Raise Refused, and call the episode cut, where one of its limits is reached."""
     reached = None
     if episode.num_begun >= limits.max_turns:
@@ -53,7 +59,8 @@ def _check_limits(episode: KnownEpisode, limits: EpisodeLimits, now_s: float, *,
     elif room < 1:
         reached = (
             f"{num_context:,} tokens of context leave no room for a turn: at most {limits.max_len:,} fit, and an "
-            f"episode has environment.max_episode_tokens = {limits.max_episode_tokens:,} behind its prompt",
+            f"episode has environment.max_episode_tokens = {limits.max_episode_tokens:,} behind its prompt; with this "
+            f"request {num_behind:,} of them are used, forks and requests that are open included",
             "context_length_exceeded",
         )
     if reached is not None:
@@ -87,13 +94,11 @@ def _placed_by_ids(
 ) -> tuple[Branch, np.ndarray, list[ChatMessage]]:
     _, chat = chats.of([])
     tokens = chat.ids_of(ask.text or "") if ask.tokens is None else _checked_ids(ask.tokens, limits)
-    if not len(tokens):
-        raise Refused("a prompt has at least one token", code="invalid_prompt")
     branch = find_ids(episode.branches, tokens)
     if branch is not None:
         given = tokens[len(branch.ids()) :]
         return branch, given, [*branch.history, _read(chat.text_of(given))]
-    text = chat.text_of(tokens)
+    text = chat.text_of(tokens if ask.text is None else tokens[len(chat.prefix) :])
     prompt = msgspec.structs.replace(episode.row, tokens=tokens, text=text, messages=None)
     return _new(episode, prompt, chats, ask), no_tokens(), [_read(text)]
 
@@ -120,7 +125,8 @@ def _new(episode: KnownEpisode, prompt: Prompt, chats: Chats, ask: Ask) -> Branc
 def reply_to(episode: KnownEpisode, branch: Branch, turn: TurnSampled) -> TurnReply:
     """Return the reply to the request that `branch` was sampled for; the turn becomes a part of its history.
 
-    Calls are named by the place of their turn in the episode, as clients may keep them by name.
+    Calls are named by the place of their turn in the episode, as clients may keep them by name. A turn that ends at its
+    client's own `max_tokens` counts as whole in the episode.
     """
     segment = turn.segment
     assert segment is not None, "a turn was sampled"
@@ -132,6 +138,8 @@ def reply_to(episode: KnownEpisode, branch: Branch, turn: TurnSampled) -> TurnRe
     episode.num_tool_calls += len(calls)
     episode.num_tool_errors += sum("error" in call for call in calls)
     branch.said(said)
+    if turn.finish_reason == "length" and branch.is_wished:
+        episode.finish_reason = "stop"
     ids = branch.ids()
     return TurnReply(
         message=said,

@@ -59,6 +59,7 @@ class Chat(ABC):
     def __init__(self, tokenizer: Tokenizer, speller: Speller, *, stop_ids: Sequence[int], parse: Parse | None) -> None:
         self._tokenizer, self.speller, self.stop_ids, self._parse = tokenizer, speller, tuple(stop_ids), parse
         self._texts = TokenTexts(tokenizer)
+        self.prefix = _prefix_of(tokenizer)  # BOS, as a rule
 
     @abstractmethod
     def opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, extends_prompt: bool = False) -> Prompt:
@@ -74,8 +75,8 @@ class Chat(ABC):
     def context(self, row: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
         """Return the prompt of a chat that an agent has made up: `messages` as a whole, an assistant's among them.
 
-        Nothing of it is trained on, so its ids may be any that the policy reads. `row` gives its other fields.
-        ConfigError for messages that cannot be rendered.
+        Nothing of it is trained on, so its ids may be any that the policy reads. `row` gives its other fields. Without
+        a chat template it is behind `prefix`, as a row's prompt is. ConfigError for messages that cannot be rendered.
         """
 
     @abstractmethod
@@ -112,8 +113,9 @@ class Chat(ABC):
         return self._texts(ids.tolist())
 
     def ids_of(self, text: str) -> np.ndarray:
-        """Return int32 ids of a text of others: no control token, whatever it spells out."""
-        return np.asarray(self.speller.plain(text.encode("utf-8", "replace").decode()), dtype=np.int32)
+        """Return `prefix` and the int32 ids of a text of others: no control token, whatever it spells out."""
+        ids = self.speller.plain(text.encode("utf-8", "replace").decode())
+        return np.asarray([*self.prefix, *ids], dtype=np.int32)
 
     def _ends(self, turn: np.ndarray) -> bool:
         """Whether `turn` ends with a stop token."""
@@ -154,14 +156,15 @@ class PlainChat(Chat):
         )
 
     def context(self, row: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
-        said, ids = checked_chat(messages), []
+        said, ids = checked_chat(messages), list(self.prefix)
         for message in said:
             if message["role"] == "assistant":
                 ids += [*self.speller.plain(_with_calls(message)), *self.stop_ids[:1]]
             else:
                 ids += self.speller.ids(self._form([message]), [message])
         tokens = np.asarray(ids, dtype=np.int32)
-        return msgspec.structs.replace(row, text=self.text_of(tokens), tokens=tokens, messages=list(messages))
+        text = self.text_of(tokens[len(self.prefix) :])
+        return msgspec.structs.replace(row, text=text, tokens=tokens, messages=list(messages))
 
     def observation(self, turn: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         said = checked(messages)
@@ -375,6 +378,13 @@ class TemplateChat(Chat):
 
 _ASSISTANT = mark(0, 9999, "assistant")
 _CALLED = mark(0, 9998, "called")
+
+
+def _prefix_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that the tokenizer puts in front of every text, such as BOS; not those behind it."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
+    starts = range(len(whole) - len(bare) + 1)
+    return whole[: next((start for start in starts if whole[start : start + len(bare)] == bare), 0)]
 
 
 def _with_calls(message: ChatMessage) -> str:

@@ -12,12 +12,12 @@ from slipstream.core.executor import Context, Executor, Sender
 from slipstream.core.saved import SUFFIX, Saver, rollouts_dir
 from slipstream.core.service_messages import Checkpoint, Counters, Noted, Ready
 from slipstream.core.turn_messages import Observation, TurnSampled
-from slipstream.core.types import Stop
+from slipstream.core.types import EpisodeRecord, Stop
 from slipstream.environments.acting import carry_out, take_answer
 from slipstream.environments.answers import Lost, Said
 from slipstream.environments.build import build_chat, build_chats, keeps_states, make_pool, tools_of
 from slipstream.environments.checks import Given
-from slipstream.environments.episodes import Act, EpisodeTable, Sources
+from slipstream.environments.episodes import Act, EpisodeTable, Open, Sources
 from slipstream.environments.known_episode import EpisodeLimits
 from slipstream.environments.pool import EpisodePool
 from slipstream.environments.protocol import MAX_STATE_BYTES
@@ -32,6 +32,14 @@ _FORKED = (
     "is read again and counts for environment.max_episode_tokens. Agents that summarise or change what was said, call "
     "a sub-agent or ask twice do so; where none should, compare the transcripts of an episode. episode/forks counts "
     "them; this is said once"
+)
+_READ_FIRST = (
+    ". Functions, judges and models of [rewards] read the first branch only: leave them out and let the agent return "
+    "the reward, or give a function the parameter `branches`"
+)
+_CUT = (
+    "an agent was refused a turn by environment.max_turns, max_episode_tokens or episode_limit_s, and its episode ends "
+    "without a reward of its own"
 )
 _STATE = "state"
 
@@ -134,25 +142,33 @@ class Environments(Executor):
         for answer in answers:
             if isinstance(answer, Said):
                 self._note_state(answer)
-            elif isinstance(answer, Lost):
-                self._note_failure(answer)
-            self._do(take_answer(self._episodes, answer, self._context.clock.now_s()), pool)
+            acts = take_answer(self._episodes, answer, self._context.clock.now_s())
+            if isinstance(answer, Lost):
+                self._note_failure(answer, acts)
+            self._do(acts, pool)
         return len(answers)
 
     def _do(self, acts: Iterable[Act], pool: EpisodePool) -> None:
         for observation in carry_out(acts, pool):
             if observation.branch > 0:
-                self._note(_FORK, _FORKED)
+                self._note(_FORK, _FORKED + _READ_FIRST if self._config.rewards.weighted else _FORKED)
             self._outbox.add(observation)
 
     def _label_idle_time(self) -> None:
         self._context.spans.set_idle_state("step" if self._pool is not None and self._pool.num_calls else "wait_turns")
 
-    def _note_failure(self, lost: Lost) -> None:
-        """Show the first failure of its kind at once."""
+    def _note_failure(self, lost: Lost, acts: Iterable[Act]) -> None:
+        """Show the first failure of its kind at once; one that is for good is shown where it is scored."""
         kind = lost.reason.split(": ", 1)[0]
-        if lost.is_guilty is not False and len(self._noted - {_FORK, _STATE}) < _MAX_NOTES:
-            self._note(f"failure: {kind}", f"an environment failed, and its episode begins again: {lost.reason}")
+        if lost.is_guilty is False or len(self._noted - {_FORK, _STATE}) >= _MAX_NOTES:
+            return
+        for act in acts:
+            match act:
+                case Open():
+                    told = f"an environment failed, and its episode begins again: {lost.reason}"
+                    self._note(f"failure: {kind}", told)
+                case Observation(record=EpisodeRecord(failure=None)):
+                    self._note(f"cut: {kind}", f"{_CUT}: {lost.reason}")
 
     def _note_state(self, said: Said) -> None:
         if said.state is None and said.state_bytes:

@@ -84,7 +84,7 @@ class KnownEpisode:
     environment_s: float = 0.0
     state: str | None = None
     num_restored: int = 0
-    finish_reason: FinishReason = "stop"  # of the last turn
+    finish_reason: FinishReason = "stop"  # of the last turn; "length": a limit of the run's ended it
 
     def __post_init__(self) -> None:
         self.branches = [Branch(0, self.row, self.chat)]

@@ -96,6 +96,7 @@ class _Episode:
     has_asked_network: bool = False
     requests: set[int] = field(default_factory=set)  # of an agent, that have no reply
     since_s: float = 0.0  # when an agent last had none
+    grace_s: float = math.inf  # until then an agent that was refused a turn may go on without one
 
 
 @dataclass
@@ -215,16 +216,20 @@ class EpisodePool(ABC):
     def give(self, key: Key, request: int, reply: TurnReply | Refused) -> None:
         """Give an agent the turn that it asked for, or say why there is none; nothing of an episode that is lost.
 
-        It has `step_limit_s` from the moment on when it has no request open.
+        It has `step_limit_s` from the moment on when it has no request open. Behind a refusal it has them once, until
+        its next turn, however often it asks.
         """
         episode = self._by_key.get(key)
         if episode is None or request not in episode.requests:
             return
         episode.requests.discard(request)
+        now_s = self._clock.now_s()
+        late_s = now_s + self._step_limit_s
+        episode.grace_s = min(episode.grace_s, late_s) if isinstance(reply, Refused) else math.inf
         if not episode.requests:
-            episode.since_s = self._clock.now_s()
+            episode.since_s = now_s
             if not episode.is_interrupted:
-                episode.deadline_s = episode.since_s + self._step_limit_s
+                episode.deadline_s = min(late_s, episode.grace_s)
         told = (
             Replied(episode.number, request, refusal=str(reply), status=reply.status, code=reply.code)
             if isinstance(reply, Refused)
@@ -422,7 +427,7 @@ class EpisodePool(ABC):
             raise _LieError(f"a request with {wrong}")
         seconds = self._thought(episode)
         episode.requests.add(message.request)
-        if not episode.is_interrupted:
+        if not episode.is_interrupted and episode.since_s < episode.grace_s:  # also one that is read late
             episode.deadline_s = math.inf
         self._done.append(Asked(episode.key, message.request, message.ask, seconds))
 

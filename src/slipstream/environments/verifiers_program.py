@@ -47,6 +47,8 @@ CONNECT_LIMIT_S = 60.0
 END_LIMIT_S = 20.0
 LOOP = "slipstream_policy_loop"
 """The id under which verifiers finds our harness."""
+ENDS = ("max_turns", "episode_limit")
+"""Codes of refusals that end a conversation, besides verifiers' own words for a full context."""
 POLICY_URL = "http://slipstream.invalid/v1"
 """The address of the policy in verifiers' configuration; each episode's own takes its place."""
 
@@ -473,7 +475,10 @@ class PolicyChat:
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
 
     async def _turn(self, http: Any, messages: list[Any], tools: list[Any]) -> dict[str, Any] | None:
-        """Return the policy's message; None where the conversation has no room for one: it is scored as it is."""
+        """Return the policy's message; None where a limit leaves no room for one.
+
+        What there is is scored then, without what tools have answered behind the last message.
+        """
         from verifiers.v1.harnesses.utils.compaction import CONTEXT_OVERFLOW_MARKERS
 
         body = {"model": self._model, "messages": messages} | ({"tools": tools} if tools else {})
@@ -482,7 +487,7 @@ class PolicyChat:
             message = response.json()["choices"][0]["message"]
             return {key: value for key, value in message.items() if value is not None}
         text = response.text.casefold()
-        if response.status_code in (400, 413) and any(marker in text for marker in CONTEXT_OVERFLOW_MARKERS):
+        if response.status_code in (400, 413) and any(end in text for end in (*CONTEXT_OVERFLOW_MARKERS, *ENDS)):
             return None
         raise RuntimeError(f"the policy's turn was refused with status {response.status_code}: {response.text[:300]}")
 

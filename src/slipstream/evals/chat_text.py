@@ -60,7 +60,7 @@ class ChatText:
         variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self._template, self._tool_format = tokenizer, template, tool_format
-        self._num_ids, self._prefix = num_ids, _prefix_of(tokenizer)
+        self._num_ids = num_ids
         self.stop_ids = list(stop_ids)
         self._renderer: ChatRenderer | None = None
         if template is None and tokenizer.chat_template:
@@ -143,13 +143,8 @@ class ChatText:
         if ask.tokens is not None:
             return self._checked(ask.tokens)
         if ask.messages is not None:
-            tokens = chat.context(_NO_PROMPT, ask.messages).tokens
-            return tokens if isinstance(chat, TemplateChat) else self._behind_prefix(tokens)
-        return self._behind_prefix(chat.ids_of(ask.text or ""))
-
-    def _behind_prefix(self, tokens: np.ndarray) -> np.ndarray:
-        """Return `tokens` behind what the tokenizer begins every text with."""
-        return np.concatenate([np.asarray(self._prefix, dtype=np.int32), tokens])
+            return chat.context(_NO_PROMPT, ask.messages).tokens
+        return chat.ids_of(ask.text or "")
 
     def _checked(self, ids: list[int]) -> np.ndarray:
         wrong = next((one for one in ids if not 0 <= one < self._num_ids), None)
@@ -177,10 +172,3 @@ class ChatText:
         if not stops or not stopped(len(tokens)):
             return None
         return bisect_left(range(len(tokens)), True, key=stopped)
-
-
-def _prefix_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer puts in front of every text, such as BOS; not those behind it."""
-    bare, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
-    starts = range(len(whole) - len(bare) + 1)
-    return whole[: next((start for start in starts if whole[start : start + len(bare)] == bare), 0)]

@@ -199,7 +199,6 @@ class Episodes:
             return False
         branch.live = None
         branch.turn += 1
-        episode.finish_reason = item.finish_reason
         episode.started_s = item.started_s if episode.started_s is None else episode.started_s
         segment = segment_of(item)
         branch.segments.append(segment)
@@ -239,6 +238,7 @@ class Episodes:
             branch.segments.append(Segment(tokens=message.tokens))
         if message.record is not None:
             del self._open[key]
+            episode.finish_reason = message.finish_reason
             self._release_all(episode)
             return EndedEpisode(episode, message.record)
         return episode.next_turn(message.branch, message.max_new_tokens)
@@ -252,7 +252,6 @@ class Episodes:
         prompt = episode.row if message.prompt is None else message.prompt
         turn = sum(segment.is_sampled for segment in message.segments)
         episode.began_before |= len(message.versions) > 0
-        episode.finish_reason = message.finish_reason
         episode.branches[message.branch] = SampledBranch(prompt, list(message.segments), turn)
 
     def _release_all(self, episode: Episode) -> None:
