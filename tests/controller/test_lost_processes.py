@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from slipstream.core.addresses import LocalAddresses
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ExecutorDied, ExecutorLost
+from slipstream.core.executor import Context, Executor
 from slipstream.core.peer_messages import Failed, Joined, PeerJoined, PeerLost, Peers
 from slipstream.core.recipes import resolve
 from slipstream.core.service_messages import Admit, Counters, Ready
@@ -507,3 +509,77 @@ def test_processes_that_load_are_told_of_until_they_are_ready(make: Any) -> None
     run.clock.advance(2.5)
     run.executors.work()
     assert run.notes == []
+
+
+def test_a_group_elsewhere_that_is_gone_does_not_load(make: Any) -> None:
+    run = make()
+    run.dies("generator-0")
+    run.work()
+    del run.notes[:]
+    run.executors._membership._remote = frozenset(["generator-0"])
+    run.clock.advance(2.5)
+    run.executors._tell_of_loading()
+    assert run.notes == []
+    run.executors._membership._remote = frozenset()
+    run.clock.advance(2.5)
+    run.executors._tell_of_loading()
+    assert run.notes == ["loading: generator-0, generator-0@1, 5 s"]
+
+
+def test_one_that_loads_for_long_is_told_of_as_often(make: Any) -> None:
+    run = make()
+    started_again(run, "rewards")
+    del run.notes[:]
+    answering(run, [name for name in run.children if name != "rewards"], 50.0)
+    assert run.notes == [f"loading: rewards, {seconds} s" for seconds in range(2, 51, 2)]
+
+
+class Loading(Executor):
+    """Takes as long as `load` does, and is finished then."""
+
+    def __init__(self, load: Callable[[], None]) -> None:
+        self.load = load
+
+    def init(self, context: Context) -> None:
+        self.load()
+
+    def step(self) -> bool:
+        return False
+
+    @property
+    def is_finished(self) -> bool:
+        return True
+
+
+def test_a_launch_tells_what_loads_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the process that the others are forked from, and for an executor inside the controller's process."""
+    clock, notes, told = VirtualClock(1000.0), Queue[str](), list[str]()
+
+    def load() -> None:
+        """Go on once this has been told of."""
+        clock.advance(2.0)
+        told.append(notes.get(timeout=60))
+
+    def start(node: Node, *_: Any, **__: Any) -> FakeChild:
+        load()
+        return FakeChild(node.name, 1, {})
+
+    monkeypatch.setattr(module.Child, "start", start)
+    nodes = (Node("trainer", os.path.join), Node("rewards", Loading, {"load": load}, host="inline"))
+    executors = Executors(
+        resolve("quickstart"),
+        Pipeline(nodes, ()),
+        tmp_path,
+        clock=clock,
+        note=notes.put,
+        lost=lambda _: None,
+        spans=Timeline("controller", None, clock),
+        restarts=Counter(),
+    )
+    (tmp_path / "t").mkdir(mode=0o700)
+    with ExitStack() as opened:
+        opened.callback(executors.close)
+        opened.callback(executors.end, lambda _: None, is_failed=True)
+        executors.launch(tmp_path / "t", "run-1", None)
+    assert told == [f"loading: rewards, trainer, {seconds} s" for seconds in (2, 4)]
+    assert notes.empty()

@@ -178,6 +178,6 @@ def test_decoders_are_made_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPat
         return make(*args, **hooks)
 
     monkeypatch.setattr(msgspec.msgpack, "Decoder", made)
-    wire._decoder.cache_clear()
+    wire.decoder_of.cache_clear()
     assert wire.decode(wire.encode(types.Stop())) == types.Stop()
     assert not wire._MAKING.locked()

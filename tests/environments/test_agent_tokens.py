@@ -396,13 +396,23 @@ def known_beginnings(turns: Sequence[Turn], body: Json) -> list[tuple[list[Json]
 
 
 def harmless(messages: Sequence[Json]) -> list[Json]:
-    """Return messages of the same kinds that spell out nothing."""
-    found = [one | {"content": "x" if one["content"] else ""} for one in messages]
+    """Return messages of the same kinds that spell out nothing, but for the thoughts that a template reads."""
+    found = [one | {"content": _harmless(one)} for one in messages]
     for one in found:
         if "tool_calls" in one:
             call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
             one["tool_calls"] = [call] * len(one["tool_calls"])
     return found
+
+
+def _harmless(message: Json) -> str:
+    content: str = message["content"] or ""
+    if message["role"] != "assistant" or "</think>" not in content:
+        return "x" if content else ""
+    thought, _, _ = content.partition("</think>")
+    thought = thought.rpartition("<think>")[2].strip("\n")
+    said = content.rpartition("</think>")[2].lstrip("\n")
+    return f"<think>{'x' if thought else ''}</think>{'x' if said else ''}"
 
 
 def check_read(play: Play, number: int, turns: Sequence[Turn]) -> bool:

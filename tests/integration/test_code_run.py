@@ -34,7 +34,10 @@ def test_programs_are_rewarded_for_what_they_print(tiny, tmp_path):
             "num_eval": 4,
             "max_prompt_tokens": 8,
         },
-        "rewards": {"terms": [{"function": "code", "params": {"tests": "out", "fenced": False}}], "timeout_s": 10.0},
+        "rewards": {
+            "terms": [{"function": "code", "params": {"tests": "out", "fenced": False, "test_timeout_s": 30.0}}],
+            "timeout_s": 120.0,
+        },
         "eval": {"every": 0, "num_prompts": 4, "num_slots": 4},
         "loss": {"skip_no_signal": False},
         "warm_start": {

@@ -249,13 +249,13 @@ def test_one_loss_too_many_ends_the_run_and_leaves_nothing(tiny, tmp_path):
 )
 def test_the_rank_that_was_killed_is_named_and_not_the_survivor(victim, ranks, tiny, tmp_path):
     """The other rank sits in a collective; the run ends at once, not when that gives up."""
-    process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0, **ranks)
+    process = start(tiny, tmp_path / "run", steps=10_000, max_restarts=0, deadline_s=600.0, **ranks)
     await_steps(tmp_path / "run", 1, process)
     executors = executors_of(process.pid)
     os.kill(executors[victim], signal.SIGKILL)
     killed_s = time.monotonic()
-    output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - killed_s < 20, "deadline_s is 60"
+    output, _ = process.communicate(timeout=300)
+    assert time.monotonic() - killed_s < 200, "deadline_s is 600"
     assert f"the process of '{victim}' ended" in output
     assert "SIGKILL" in output
     assert not any(is_alive(pid) for pid in executors.values())

@@ -31,7 +31,8 @@ def pool(make_pool: MakePool) -> ScoringPool:
 @pytest.fixture(scope="module")
 def strict(make_pool: MakePool) -> ScoringPool:
     """All tests of a row have to pass, and there are few of them, whose output is short."""
-    return make_pool(("code", {"max_tests": 2, "max_output_kb": 0.5}), timeout_s=5.0)
+    params = {"max_tests": 2, "max_output_kb": 0.5, "test_timeout_s": 10.0}
+    return make_pool(("code", params), timeout_s=60.0)
 
 
 def fenced(source: str, language: str = "python") -> str:
@@ -219,7 +220,7 @@ def test_programs_that_never_end_are_ended(make_pool: MakePool) -> None:
 
 
 def test_all_tests_together_keep_the_deadline_of_the_worker(make_pool: MakePool) -> None:
-    pool = make_pool(("code", {"test_timeout_s": 2.0, "partial": True}), timeout_s=10.0)
+    pool = make_pool(("code", {"test_timeout_s": 10.0, "partial": True}), timeout_s=25.0)
     slow = "import time\nx = input()\nif x == 'slow': time.sleep(600)\nprint(x)"
     tests = {"inputs": ["quick", *["slow"] * 10], "outputs": ["quick", *["slow"] * 10]}
     assert rewards(pool, (slow, tests)) == [1 / 11]

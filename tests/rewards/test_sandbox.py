@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import reasoning_gym
-from barriers import needs
+from barriers import needs, secret_at_home
 from covering import with_slow
 from processes import below, not_gone
 from reward_jobs import GENEROUS_S, HERE, job, run_jobs
@@ -150,21 +150,23 @@ def test_nothing_is_written_outside_the_scratch_folder(pool: ScoringPool) -> Non
     assert done[3].parts == [4.0]
 
 
-def test_secrets_network_descriptors_and_processes_are_out_of_reach(pool: ScoringPool) -> None:
+def test_secrets_network_descriptors_and_processes_are_out_of_reach(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs("files", "network", "processes", "user")
-    private = Path.home() / f".slipstream-test-secret-{os.getpid()}"
-    try:
-        private.write_text("secret")
-        attacks = ["environment", "descriptors", "processes", "identity", "network", f"read {private}"]
-        done = run_jobs(pool, [job(i, attack) for i, attack in enumerate(attacks)])
-    finally:
-        private.unlink(missing_ok=True)
+    private = secret_at_home(tmp_path, monkeypatch)
+    (tmp_path / "public").write_text("seen")
+    monkeypatch.setenv("SLIPSTREAM_TEST_SECRET", "token")
+    attacks = ["environment", "descriptors", "processes", "identity", "network"]
+    attacks += [f"read {private}", f"read {tmp_path}/public"]
+    done = run_jobs(make_pool(ATTACK), [job(i, attack) for i, attack in enumerate(attacks)])
     assert done[0].parts == [0.0]
     assert done[1].parts[0] <= 5  # three to nowhere, the connection, and the one that lists them
     assert done[2].parts[0] <= 5  # its own, and what earlier attacks left of themselves
     assert done[3].parts == [0.0]
     assert done[4].parts == [0.0]
     assert "Error" in (done[5].failure or "")
+    assert done[6].failure is None
 
 
 def test_a_worker_is_killed_first_and_dumps_no_core(pool: ScoringPool) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ from fragile_disk import KINDS, FragileDisk, watching
 
 from slipstream.core.recipes import resolve
 from slipstream.stages import progress, rl
+from slipstream.stages.chain import check_data
 from slipstream.stages.rl import FromPython
 
 
@@ -33,6 +37,39 @@ def test_what_goes_on_is_told_with_its_seconds(monkeypatch: pytest.MonkeyPatch, 
     with progress.told_of("reading prompts", display=False):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_the_check_of_the_data_of_stages_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "TELL_EVERY_S", 0.001)
+    config = resolve("quickstart", {"stages": ["sft", "rl"], "model": {"path": "stage:sft"}})
+    check_data(config, tmp_path, FromPython())
+    assert re.search(r"^checking the data and rewards of all stages, 0 s$", capfd.readouterr().err, re.MULTILINE)
+    check_data(config, tmp_path, FromPython(display=False))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_stage_in_a_process_of_its_own_tells_that_it_imports(tmp_path: Path) -> None:
+    """Until it ends here, as the run in this folder has no configuration."""
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from slipstream.stages import child, progress\n"
+        "progress.TELL_EVERY_S = 0.05\n"
+        "errors = os.open(sys.argv[1] + '/errors', os.O_CREAT | os.O_WRONLY)\n"
+        "code = child.main(Path(sys.argv[1]), 'sft', errors, display=True)\n"
+        "os._exit(code + 1)"
+    )
+    reading, lifeline = os.pipe()
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, stdin=reading, capture_output=True, text=True, timeout=600, check=False)
+    os.close(reading)
+    os.close(lifeline)
+    assert done.returncode == 2, done.stderr
+    assert "config.toml" in (tmp_path / "errors").read_text()
+    assert re.fullmatch(r"(sft: importing torch, \d+ s\n)+", done.stderr)
+    assert done.stdout == ""
 
 
 def test_a_stage_is_done_only_once_its_output_is_on_the_disk(tmp_path: Path) -> None:

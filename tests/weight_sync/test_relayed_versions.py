@@ -401,7 +401,7 @@ def test_silence_is_a_fault_and_slowness_is_none(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "links"), -1)
     ends = [Links(store, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES) for _ in range(2)]
     linked = WeightsLinked(replica=1, world=1, sources=1, epoch=1, parent=0)
-    source, extents = Shelf(holding()), [(first, first + 5000) for first in range(0, NUM_BYTES, 5000)]
+    source, extents = Shelf(holding()), [(first, first + 2000) for first in range(0, NUM_BYTES, 2000)]
     ends[0].serve(linked, source, 0)
     reader = ends[1].receive(linked, 0, Shelf(holding()))
 
@@ -418,7 +418,7 @@ def test_silence_is_a_fault_and_slowness_is_none(tmp_path: Path) -> None:
     def land() -> None:
         source.begin(1, weights_of(1), extents)
         for index in range(len(extents)):
-            time.sleep(TIMEOUT_S / 5)
+            time.sleep(TIMEOUT_S / 10)
             source.landed(index)
 
     slow = threading.Thread(target=land)

@@ -27,6 +27,7 @@ from slipstream.controller.pipeline import CONTROLLER, Node, Pipeline, replica_o
 from slipstream.controller.process import Child
 from slipstream.controller.restarts import Patience, Restarts
 from slipstream.core.addresses import AddressBook, LocalAddresses
+from slipstream.core.background import repeated
 from slipstream.core.channel import Ports, connect_by_book, wait
 from slipstream.core.clock import Clock
 from slipstream.core.config import RunConfig
@@ -123,16 +124,17 @@ class Executors:
                 started_s=self._clock.now_s(),
             )
             self._note(f"the controller listens at {place.address}")
-        for node in self.pipeline.nodes:
-            if node.host == "process":
-                self._start(node)
         inline = [node for node in self.pipeline.nodes if node.host == "inline"]
-        ports = connect_by_book(channels, [CONTROLLER, *(node.name for node in inline)], book, incarnation=1)
-        self._ports = ports[CONTROLLER]
-        self._inline = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
-        with self._spans.span("idle"):  # of the controller: what goes on meanwhile is in their own timelines
-            for host in self._inline:
-                host.init()
+        with repeated(self._tell_of_loading, every_s=TELL_EVERY_S / 4):  # each of these may block for long
+            for node in self.pipeline.nodes:
+                if node.host == "process":
+                    self._start(node)
+            ports = connect_by_book(channels, [CONTROLLER, *(node.name for node in inline)], book, incarnation=1)
+            self._ports = ports[CONTROLLER]
+            self._inline = [Host(node, ports[node.name], channels, self.run_dir, run_id=run_id) for node in inline]
+            with self._spans.span("idle"):  # of the controller: what goes on meanwhile is in their own timelines
+                for host in self._inline:
+                    host.init()
 
     @property
     def missing(self) -> list[str]:
@@ -297,12 +299,14 @@ class Executors:
                 ends.callback(ports.close)
 
     def _tell_of_loading(self) -> None:
-        """Say now and then which processes have not loaded yet; less often the longer it takes."""
+        """Say every `TELL_EVERY_S` which processes have not loaded yet; not of groups elsewhere that are not there."""
         now_s = self._clock.now_s()
-        if now_s - self._told_s < max(TELL_EVERY_S, (now_s - self._loading_s) / 10):
+        if now_s - self._told_s < TELL_EVERY_S:
             return
         self._told_s = now_s
-        missing = [name for name in self.missing if name not in self._serving]
+        there = self._membership
+        gone = {name for name in self.missing if there.is_remote(name) and there.is_absent(name)}
+        missing = [name for name in self.missing if name not in self._serving | gone]
         if not missing:
             return
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""

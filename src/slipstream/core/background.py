@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -45,6 +46,23 @@ def background_cpu_s() -> float:
             return _ended_s
         clocks = [time.pthread_getcpuclockid(thread.ident) for thread in _running if thread.ident is not None]
         return _ended_s + sum(map(time.clock_gettime, clocks))
+
+
+@contextmanager
+def repeated(call: Callable[[], object], *, every_s: float) -> Iterator[None]:
+    """Call `call` every `every_s` seconds from a thread while the code within, which may block, goes on."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            call()
+
+    thread = start_thread(repeat, name="progress")
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def run_interruptibly(call: Callable[[], T], *, name: str) -> T:

@@ -146,7 +146,7 @@ class Stream:
     def __init__(self, spec: ChannelSpec) -> None:
         self.source = executor_of(spec.source)
         self.max_bytes = spec.max_bytes
-        self.messages = wire.message_types(spec.accepts)
+        self.decoder = wire.decoder_of(wire.message_types(spec.accepts))
         self.peer: bytes | None = None
         self.incarnation = 0
         self.arrived = 0

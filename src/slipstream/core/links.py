@@ -364,10 +364,12 @@ class ZmqLink(Link):
         """Transmit all kept messages with higher numbers, in as few frames as `_most_together` bytes allow."""
         self._left, self._held_bytes = self.sequence, 0
         part: list[bytes] = []
+        num_bytes = 0
         for number, payload in itertools.islice(self._kept, max(0, sequence + 1 - self._base), None):
-            if part and (len(part) == frames.MAX_MESSAGES or sum(map(len, part)) + len(payload) > self._most_together):
+            num_bytes += len(payload)
+            if part and (len(part) == frames.MAX_MESSAGES or num_bytes > self._most_together):
                 self._transmit(frames.pack_data(self._name, self._incarnation, self._base, number - len(part), *part))
-                part = []
+                part, num_bytes = [], len(payload)
             part.append(payload)
         if part:
             first = self.sequence + 1 - len(part)

@@ -218,7 +218,7 @@ class Inbox(_End):
         if origin.owes(0.0, is_empty=False):
             self._acknowledge(origin)
         try:
-            return wire.decode(item.payload, origin.messages)
+            return wire.decode_by(origin.decoder, item.payload)
         except ChannelError:
             self.stats.refused += 1
             return None
@@ -352,7 +352,7 @@ class Outbox(_End):
         self._route = route
         self._book = book
         self._incarnation = incarnation
-        self._accepts = tuple({kind: None for spec in specs for kind in wire.message_types(spec.accepts)})
+        self._accepts = dict.fromkeys(kind for spec in specs for kind in wire.message_types(spec.accepts))
         self._put_lock = threading.RLock()
         self._links: list[Link] = []
         self._blocked: list[Link] = []
@@ -378,7 +378,7 @@ class Outbox(_End):
         """
         with self, self._put_lock:
             self.check_open()
-            if not isinstance(message, self._accepts):
+            if type(message) not in self._accepts:  # `isinstance` would call the metaclass of each
                 raise ChannelError(
                     f"a message of a wrong type was put on '{self.port}'",
                     got=type(message).__name__,

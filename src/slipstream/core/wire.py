@@ -53,8 +53,13 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes | memoryview, messages: MessageTypes = MESSAGES) -> Message:
     """Return the message in `data`, one of `messages`; its arrays are new and writable. Raises ChannelError."""
+    return decode_by(decoder_of(messages), data)
+
+
+def decode_by(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Message:
+    """Return what `decode` does, by a decoder of `decoder_of`: to find that again takes a hash of all its messages."""
     try:
-        message: Message = _decoder(messages).decode(data)
+        message: Message = decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ChannelError("a malformed message arrived", got=error) from error
     return message
@@ -113,7 +118,8 @@ _MAKING = Lock()
 
 
 @cache
-def _decoder(messages: MessageTypes) -> msgspec.msgpack.Decoder[Any]:
+def decoder_of(messages: MessageTypes) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of these messages, made once in this process."""
     with _MAKING:
         return msgspec.msgpack.Decoder(Union[messages], dec_hook=_check_array, ext_hook=_decode_array)  # noqa: UP007
 

@@ -40,7 +40,7 @@ from slipstream.stages.named import check_conflicts
 from slipstream.stages.one_process import run_stage
 from slipstream.stages.order import check_asked, trained_in_stages
 from slipstream.stages.preference_data import dpo_positions, read_pairs
-from slipstream.stages.progress import read_record, record_path, watch
+from slipstream.stages.progress import read_record, record_path, told_of, watch
 from slipstream.stages.reward_model import read_preferences
 from slipstream.stages.rl import FromPython, resume_rl, run_rl, tell
 from slipstream.stages.run_folder import is_rl_done
@@ -122,9 +122,12 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
     """
     if told := spelled_out(config):
         tell(config, given, [told])
-    if config.stages == list(JUST_RL):
-        return
-    config = with_folders(config)
+    if config.stages != list(JUST_RL):
+        with told_of("checking the data and rewards of all stages", display=given.display):
+            _check_data(with_folders(config), run_dir, given)
+
+
+def _check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
     tokenizer = policy_tokenizer(config)
     has_own_demonstrations = "sft" in config.stages and config.sft.dataset is not None
     takes_prompts = (
@@ -143,7 +146,7 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
             check_demonstrations(config, prompts.train.prompts)
         if "rl" in config.stages and config.computes_on_gpu:
             _check_shares(config, config.prompts.max_prompt_tokens or prompts.report.longest, given.remote)
-        if asked := _referred(config):
+        if (asked := _referred(config)) != 0:
             reference_completions(config.prompts.reference, prompts.train.prompts[:asked], tokenizer)
         _call_rewards(config, prompts, run_dir, given)
     if has_own_demonstrations:
@@ -154,12 +157,12 @@ def check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         read_preferences(config, run_dir, tokenizer)
 
 
-def _referred(config: RunConfig) -> int:
-    """Return of how many training prompts a stage takes the reference completions."""
-    preferences, reward_model = config.preferences, config.reward_model
-    of_pairs = preferences.num_prompts if "preferences" in config.stages and preferences.with_reference else 0
-    is_biased = "reward_model" in config.stages and reward_model.normalise == "reference_bias"
-    return max(of_pairs, reward_model.normalise_samples if is_biased else 0)
+def _referred(config: RunConfig) -> int | None:
+    """Return of how many training prompts, from the first on, a stage takes the reference completions; None: of all."""
+    if "reward_model" in config.stages and config.reward_model.normalise == "reference_bias":
+        return None
+    preferences = config.preferences
+    return preferences.num_prompts if "preferences" in config.stages and preferences.with_reference else 0
 
 
 def _call_rewards(config: RunConfig, prompts: PromptSet, run_dir: Path, given: FromPython) -> None:

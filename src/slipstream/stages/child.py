@@ -30,6 +30,7 @@ from slipstream.core.machine import num_cores
 from slipstream.core.recipes import resolve
 from slipstream.core.run_lock import inherited
 from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
+from slipstream.stages.progress import told_of
 
 MAX_ERROR_BYTES = 1 << 15  # a pipe has room for it
 CHECK_FOLDER_EVERY_S = 1.0
@@ -102,9 +103,10 @@ def main(run_dir: Path, stage: str, errors: int, *, display: bool) -> int:
     os.set_inheritable(errors, False)
     leave_to_the_run()  # it closes the lifeline
     threading.Thread(target=_end_with_the_run, args=[run_dir], daemon=True).start()
-    from slipstream.stages.one_process import run_stage  # torch, once the lifeline is watched
-
     with lasting_output(run_dir / "logs" / CONSOLE_LOG):
+        with told_of(f"{stage}: importing torch", display=display):
+            from slipstream.stages.one_process import run_stage  # once the lifeline is watched
+
         try:
             run_stage(stage, resolve(run_dir / "config.toml"), run_dir, display=display)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run must hear of it

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import msgspec
 from rich.console import Console
 
-from slipstream.core.background import start_thread
+from slipstream.core.background import repeated
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import disk_errors, replace_file, sync_files
@@ -31,19 +30,13 @@ TELL_EVERY_S = 2.0
 @contextmanager
 def told_of(what: str, *, display: bool) -> Iterator[None]:
     """Say every `TELL_EVERY_S` that `what` goes on, with the seconds; from a thread, as what it is about takes all."""
-    console, ended, started_s = Console(stderr=True), threading.Event(), time.monotonic()
+    console, started_s = Console(stderr=True), time.monotonic()
 
     def tell() -> None:
-        while not ended.wait(TELL_EVERY_S):
-            console.print(f"{what}, {time.monotonic() - started_s:.0f} s", highlight=False, markup=False)
+        console.print(f"{what}, {time.monotonic() - started_s:.0f} s", highlight=False, markup=False)
 
-    thread = start_thread(tell, name="progress") if display else None
-    try:
+    with repeated(tell, every_s=TELL_EVERY_S) if display else nullcontext():
         yield
-    finally:
-        ended.set()
-        if thread is not None:
-            thread.join()
 
 
 class StageProgress(Protocol):
