@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_384
+MAX_LINES = 93_465
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,17 +179,17 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
-    "controller": 6_392,
-    "core": 12_161,
-    "environments": 8_137,
-    "evals": 2_814,
+    "controller": 6_396,
+    "core": 12_191,
+    "environments": 8_182,
+    "evals": 2_802,
     "generator": 10_053,
     "jail": 1_078,
     "jobs": 982,
-    "models": 10_028,
+    "models": 10_035,
     "observe": 10_122,
     "plan": 7_630,
-    "prompts": 1_595,
+    "prompts": 1_602,
     "rewards": 4_057,
     "stages": 2_999,
     "trainer": 6_613,
