@@ -258,7 +258,7 @@ def test_every_claim_can_hold():
     found = verdicts(made_up(**GOOD, **{"judge sync, split": {"step_s": 3.0}}))
     assert [verdict.holds for verdict in found] == [*[True] * 9, None]  # the last is the GPU edition's
     assert found[9].found.endswith(
-        "2.6 M: 1.80 (0.00). Cores that both sides share cannot answer it; the experiment `gpu` asks it"
+        "2.6 M: 1.80 (0.00). Cores that both sides share cannot answer it; a device for each side would"
     )
     assert found[5].found == "least with long tail, 0.64 M: 1.00 (0.00) of the ideal"
     assert found[6].found == "1.50 (0.00) times as fast"  # against co-located's 1.8 s, not split's 2.0 s
