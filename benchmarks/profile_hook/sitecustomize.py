@@ -1,8 +1,9 @@
 """Imported by every Python process that has this folder in PYTHONPATH: it samples the main thread by its CPU time.
 
 Every PROFILE_EVERY_S of the CPU time of the process the seconds of the main thread since the last look go to functions
-of this package on its stack: to each that is there (*inclusive*), and to the innermost one (*own*). They are written to
-PROFILE_FOLDER/<pid>.json, now and then and at the end. `benchmarks/cpu_profile.py` reads them.
+of PROFILE_PACKAGE (a folder) on its stack: to each that is there (*inclusive*), and to the innermost one (*own*). They
+are written to PROFILE_FOLDER/<pid>.json every WRITE_EVERY samples, and where the process ends as an interpreter does.
+`benchmarks/cpu_profile.py` reads them.
 """
 
 import atexit
@@ -17,7 +18,7 @@ from typing import Any
 
 EVERY_S = float(os.environ.get("PROFILE_EVERY_S", "0.002"))
 WRITE_EVERY = 100  # samples
-PACKAGE = f"{os.sep}slipstream{os.sep}"
+PACKAGE = os.environ.get("PROFILE_PACKAGE", "") + os.sep
 
 _inclusive: Counter[str] = Counter()
 _own: Counter[str] = Counter()
@@ -25,8 +26,7 @@ _state = {"since_s": 0.0, "samples": 0}
 
 
 def _name(code: Any) -> str:
-    _, _, path = code.co_filename.rpartition(PACKAGE)
-    return f"{path} {code.co_qualname}"
+    return f"{code.co_filename.removeprefix(PACKAGE)} {code.co_qualname}"
 
 
 def _sample(_: int, frame: Any) -> None:
@@ -34,7 +34,7 @@ def _sample(_: int, frame: Any) -> None:
     spent_s, _state["since_s"] = now_s - _state["since_s"], now_s
     innermost, seen = True, set()
     while frame is not None:
-        if PACKAGE in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(PACKAGE):
             name = _name(frame.f_code)
             if innermost:
                 _own[name] += spent_s
