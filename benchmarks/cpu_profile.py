@@ -1,4 +1,4 @@
-"""Where the CPU time of a run's processes goes, by function: a sampling profile of all of them at once.
+"""Where the CPU time of a run's processes goes, by function: a sampling profile of all its executors at once.
 
     python benchmarks/cpu_profile.py [--top 12] [--every-s 0.002] [RECIPE] [--a.b value ...]
 
@@ -6,13 +6,15 @@ Each process looks at the stack of its main thread every so many seconds of its 
 that sleeps is not disturbed, and one that has to wait for a core is not sampled more. Printed are for each process the
 dearest functions of this package in microseconds per completion: *own* is the time in which the function was the
 innermost one of the package (what it calls in libraries included), *inclusive* that in which it was on the stack. Long
-products are one sample each, weighted by the CPU time since the last one; threads beside the main one are left out.
+products are one sample each, weighted by the CPU time since the last one. Threads beside the main one, workers in the
+sandbox, and the last samples of a process (fewer than 100) are left out; the total of all processes has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import slipstream
 from benchmarks.overhead import num_completions, train
 from slipstream.observe.hardware import describe
 
@@ -62,10 +65,13 @@ def main() -> None:
         folder = Path(scratch) / "profiles"
         folder.mkdir()
         run = Path(scratch) / "run"
-        path = f"{HOOK}:{sys.path[0]}"
-        total_s = train(
-            run, arguments, PYTHONPATH=path, PROFILE_FOLDER=str(folder), PROFILE_EVERY_S=str(options.every_s)
-        )
+        told = {
+            "PYTHONPATH": os.pathsep.join([str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PROFILE_FOLDER": str(folder),
+            "PROFILE_PACKAGE": str(Path(slipstream.__file__).parent),
+            "PROFILE_EVERY_S": str(options.every_s),
+        }
+        total_s = train(run, arguments, **told)
         completions = num_completions(run)
         print(f"{completions:,} completions, {total_s:.1f} s of CPU in all processes")
         found = [json.loads(file.read_text()) for file in folder.glob("*.json")]
