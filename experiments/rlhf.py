@@ -11,7 +11,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,8 +21,11 @@ import matplotlib
 from matplotlib.axes import Axes
 
 from experiments.comparison import LEAST_GAIN, is_as_great, is_greater
+from experiments.kept import Row, Wanted
+from experiments.kept import outcomes as of_runs
 from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import spread
+from experiments.step_drift import kl_by_step
 from slipstream.core.recipes import merge, stage_dir
 
 RECIPE = "tldr_mini"
@@ -64,7 +68,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "best_of_2": {
         "loss": {"name": "best_of_n", "select": "best", **_GROUP_MEAN},
-        "kl": _NO_PENALTY,
+        "kl": {"place": "loss", "estimator": "k2"},  # a penalty in the reward only chooses; A has none
         "trainer": {"optimizer": {"lr": LR / 3}},  # A: 1e-6 where the others have 3e-6
     },
     "grpo": {"loss": {"name": "grpo", "advantages": "group_normalised", "whiten_advantages": "no"}},
@@ -86,16 +90,39 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """Times a loss's own learning rate, and times its own penalty: the KL in the reward, or Online DPO's beta.
-
-    Best of 2 has neither penalty.
-    """
+    """Times a loss's own learning rate, and times its own penalty: the KL in reward or loss, or Online DPO's beta."""
 
     lr_times: float = 1.0
     penalty_times: float = 1.0
 
 
 UNTUNED = Tuned()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of RL and its evaluation; N = `num_minibatches`.
+
+    `measured`: one that does not measure the KL of all its completions itself keeps their tokens and logprobs, from
+    which it is computed afterwards. What is trained does not change.
+    """
+
+    loss: str
+    num_minibatches: int
+    seed: int
+    policy: str = USUAL
+    reward_model: str = USUAL
+    tuned: Tuned = UNTUNED
+    measured: bool = False
+
+    @property
+    def name(self) -> str:
+        name = (
+            f"rlhf {self.loss} N={self.num_minibatches} policy {self.policy} reward model {self.reward_model} "
+            f"seed {self.seed}"
+        )
+        name += f" lr x{self.tuned.lr_times:g}" * (self.tuned.lr_times != 1.0)
+        return name + f" penalty x{self.tuned.penalty_times:g}" * (self.tuned.penalty_times != 1.0)
 
 
 @dataclass(frozen=True)
@@ -156,41 +183,23 @@ class Pipeline:
             }
         return self._spec(f"rlhf reward model {size} seed {seed}", seed, merge(own, self._tables(size, "reward_model")))
 
-    def rl(
-        self,
-        lab: Lab,
-        loss: str,
-        num_minibatches: int,
-        seed: int,
-        *,
-        policy: str = USUAL,
-        reward_model: str = USUAL,
-        tuned: Tuned = UNTUNED,
-        measured: bool = False,
-    ) -> Spec:
-        """RL and its evaluation; N = `num_minibatches`, which divides `updates`. ValueError where it does not.
-
-        `measured`: a run without a KL penalty in the reward, which does not measure the KL of all completions, keeps
-        their tokens and logprobs, from which it is computed afterwards. What is trained does not change.
-        """
-        if self.updates % num_minibatches:
-            raise ValueError(f"{self.updates} updates are no whole number of steps of {num_minibatches}")
-        start = model_of(lab.place(self.sft(lab, policy)), "sft")
-        judge = model_of(lab.place(self.judge(lab, seed, reward_model)), "reward_model")
+    def settings(self, run: Run) -> dict[str, Any]:
+        """The settings of RL, but for where its models lie. ValueError where N does not divide `updates`."""
+        num = run.num_minibatches
+        if self.updates % num:
+            raise ValueError(f"{self.updates} updates are no whole number of steps of {num}")
         own: dict[str, Any] = {
             "stages": ["rl", "evaluate"],
-            "steps": self.updates // num_minibatches,
-            "groups_per_step": self.prompts_per_update * num_minibatches,
+            "steps": self.updates // num,
+            "groups_per_step": self.prompts_per_update * num,
             "completions_per_group": 2,
             "max_staleness": 0,
             "weight_update": "between_batches",
-            "model": {"path": start},
-            "kl": {"reference": start, "coef": KL_COEF},
-            "rewards": {"models": [{"path": judge}], "terms": []},
-            "critic": {"path": judge},
+            "kl": {"coef": KL_COEF},
+            "rewards": {"terms": []},
             "loss": {"skip_no_signal": False},  # else a policy that repeats itself would sample more than another
             "trainer": {
-                "minibatches": num_minibatches,
+                "minibatches": num,
                 "checkpoint_every": 0,
                 "optimizer": {"lr": LR, "schedule": "linear"},
             },
@@ -198,19 +207,44 @@ class Pipeline:
             "evaluation": {"num_samples": 2},
             "observe": {"tokens_every": 0},
         }
-        name = f"rlhf {loss} N={num_minibatches} policy {policy} reward model {reward_model} seed {seed}"
-        own = merge(own, LOSSES[loss])
-        if tuned.lr_times != 1.0:
-            own["trainer"]["optimizer"]["lr"] *= tuned.lr_times
-            name += f" lr x{tuned.lr_times:g}"
-        if tuned.penalty_times != 1.0:
-            of_loss: dict[str, Any] = own["loss"].get("params", {})
-            larger = {"params": {"beta": of_loss["beta"] * tuned.penalty_times}} if "beta" in of_loss else {}
-            own = merge(own, {"kl": {"coef": own["kl"]["coef"] * tuned.penalty_times}, "loss": larger})
-            name += f" penalty x{tuned.penalty_times:g}"
-        if measured and not own["kl"]["coef"]:
+        own = merge(own, LOSSES[run.loss])
+        own["trainer"]["optimizer"]["lr"] *= run.tuned.lr_times
+        own["kl"]["coef"] *= run.tuned.penalty_times
+        if "beta" in (of_loss := own["loss"].get("params", {})):
+            own = merge(own, {"loss": {"params": {"beta": of_loss["beta"] * run.tuned.penalty_times}}})
+        if run.measured and not measures_all(own["kl"]):
             own = merge(own, {"observe": {"tokens_every": 1}})
-        return self._spec(name, seed, own)
+        return own
+
+    def rl(self, lab: Lab, run: Run) -> Spec:
+        """RL and its evaluation. ValueError as in `settings`."""
+        start = model_of(lab.place(self.sft(lab, run.policy)), "sft")
+        judge = model_of(lab.place(self.judge(lab, run.seed, run.reward_model)), "reward_model")
+        models = {
+            "model": {"path": start},
+            "kl": {"reference": start},
+            "rewards": {"models": [{"path": judge}]},
+            "critic": {"path": judge},
+        }
+        return self._spec(run.name, run.seed, merge(self.settings(run), models))
+
+    def outcomes(self, lab: Lab, runs: Sequence[Run], kept: Path | None = None) -> dict[Run, Outcome]:
+        """What they came to: by the lines of the file `kept`, or made now."""
+        specs = {run: self.rl(lab, run) for run in runs}
+
+        def make(some: Sequence[Run]) -> list[Path]:
+            sizes = {"policies": [run.policy for run in some], "reward_models": [run.reward_model for run in some]}
+            return self.make(lab, list(dict.fromkeys(run.seed for run in some)), [specs[run] for run in some], **sizes)
+
+        def read(run: Run, place: Path) -> Row:
+            return outcome(lab, specs[run], place, with_steps=run.measured).row()
+
+        every = [asdict(self), MORE_DATA, SIZES]
+        wanted = {
+            run: Wanted(asdict(run), [asdict(run), self.settings(run), *every], lab.place(specs[run])) for run in runs
+        }
+        rows = of_runs(lab, kept, wanted, make=make, read=read)
+        return {run: Outcome.of(row) for run, row in rows.items()}
 
     def make(
         self,
@@ -288,6 +322,11 @@ class Step(NamedTuple):
     completions: int
 
 
+def measures_all(kl: Mapping[str, Any]) -> bool:
+    """Whether a run with this table measures the KL of all that it samples: for a penalty in the reward it does."""
+    return bool(kl["coef"]) and kl.get("place", "reward") == "reward"
+
+
 def trodden(run: Path, kl: Sequence[float] | None = None) -> list[Step]:
     """A run's steps, in their order; `kl` by step where the run does not measure it on all completions itself."""
     gold: dict[int, list[float]] = {}
@@ -298,6 +337,14 @@ def trodden(run: Path, kl: Sequence[float] | None = None) -> list[Step]:
     own = {line["step"]: line["kl_reference_sum"] for line in metrics(run) if "kl_reference_sum" in line}
     of_step = own if kl is None else dict(enumerate(kl))
     return [Step(of_step[step], fmean(gold[step]), len(gold[step])) for step in sorted(gold)]
+
+
+def steps_of(lab: Lab, spec: Spec) -> list[Step]:
+    """The steps of a run that was made, their KL over all completions that were sampled, whatever is trained on."""
+    run = lab.place(spec)
+    if measures_all(spec.config().kl.model_dump()):
+        return trodden(run)
+    return trodden(run, lab.measure(f"kl by step, {spec.name}", kl_by_step, run=str(run)))
 
 
 def gold_score(post: str, summary: str) -> float:
@@ -326,6 +373,43 @@ def reward_accuracy(run: Path) -> float:
     return float(record["held_out_accuracy"])
 
 
+def effective_share(run: Path) -> float:
+    """Effective sample size of the ratios, a share: mean over those of a run's steps that have one, NaN without any."""
+    known = [line["ess"] for line in metrics(run) if line.get("ess") is not None]
+    return fmean(known) if known else nan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. `oldest` is the age of its stalest minibatch, in updates; `steps` are of measured runs."""
+
+    began: Ended
+    ended: Ended
+    ess: float
+    oldest: int
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def gain(self) -> float:
+        """In win rate."""
+        return self.ended.win_rate - self.began.win_rate
+
+    def row(self) -> Row:
+        return asdict(self) | {"steps": [[round(one.kl, 4), round(one.gold, 4), one.completions] for one in self.steps]}
+
+    @classmethod
+    def of(cls, row: Row) -> Outcome:
+        steps = tuple(Step(*one) for one in row["steps"])
+        return cls(Ended(**row["began"]), Ended(**row["ended"]), row["ess"], row["oldest"], steps)
+
+
+def outcome(lab: Lab, spec: Spec, place: Path, *, with_steps: bool) -> Outcome:
+    """Of a run that was made."""
+    found = read_evaluation(place)
+    steps = tuple(steps_of(lab, spec)) if with_steps else ()
+    return Outcome(ended(found, "before"), ended(found), effective_share(place), oldest_update(place), steps)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One loss (or size) at one N over the seeds, in their order; `began` is where RL began, by seed too."""
@@ -341,10 +425,9 @@ class Cell:
         return [after.win_rate - before.win_rate for before, after in zip(self.began, self.ended, strict=True)]
 
 
-def cell_of(runs: Sequence[Path]) -> Cell:
+def cell_of(runs: Sequence[Outcome]) -> Cell:
     """The runs of one cell, one per seed."""
-    evaluations = [read_evaluation(run) for run in runs]
-    return Cell([ended(one, "before") for one in evaluations], [ended(one) for one in evaluations])
+    return Cell([one.began for one in runs], [one.ended for one in runs])
 
 
 def shares_kept(cell: Cell, on_policy: Cell) -> list[float] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from experiments.corrections.experiment import (
     starts,
 )
 from experiments.figures import lines, panels, svg, ticks
-from experiments.lab import Lab, Made, Spec, digest, locked, metrics, summary
+from experiments.kept import Row, Wanted
+from experiments.kept import outcomes as of_runs
+from experiments.lab import Lab, Spec, metrics, summary
 from experiments.section import Section, Verdict, markdown_table, spread
-from slipstream.core.disk import replace_file
 from slipstream.core.recipes import merge, stage_dir
 
 LAGS = (32, 64, 128)
@@ -42,8 +42,6 @@ SYNC_RATES = (1e-4, 2e-4, 4e-4, 1e-3)
 LEAST_AGE = 0.9
 """Of the lag: what the mean age of a loss's tokens is at least, else the lag was not what is asked about."""
 STEPS = 256
-AT_ONCE = 8
-"""Runs after which what they came to is kept."""
 SEEDS = (0, 1, 2, 3, 4)
 LOSSES: dict[str, dict[str, Any]] = {
     NONE: {"loss": {"name": "reinforce"}},
@@ -171,30 +169,21 @@ def outcome(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any], lag: in
     )
 
 
-def read_rows(kept: Path) -> dict[str, dict[str, Any]]:
-    """The lines of `kept` by their runs' settings."""
-    return {row["settings"]: row for row in map(json.loads, kept.read_text().splitlines())} if kept.is_file() else {}
-
-
 def outcomes(lab: Lab, keys: Sequence[Key], kept: Path) -> dict[Key, Outcome]:
-    """What the runs of `keys` came to. Those that `kept` has no line for are made, and added to it as they end."""
-    cells = specs(lab, keys)
-    rows = read_rows(kept)
-    named = {key: digest(json.dumps(told(key), sort_keys=True)) for key in keys}
-    missing = [key for key in keys if named[key] not in rows]
-    if missing:
-        lab.run_all([begun for seed, begun in begins(lab).items() if seed in {key[3] for key in missing}])
-    for at in range(0, len(missing), AT_ONCE):
-        made = missing[at : at + AT_ONCE]
-        for key, place in zip(made, lab.run_all([cells[key] for key in made]), strict=True):
-            found = asdict(outcome(metrics(place), summary(place), key[1]))
-            names = dict(zip(("loss", "lag", "lr", "seed"), key, strict=True))
-            rows[named[key]] = {**names, "settings": named[key], **found, "made": asdict(lab.used[place])}
-        with locked(kept.parent):
-            rows = read_rows(kept) | rows  # another process may have added its own
-            replace_file(kept, "".join(json.dumps(row) + "\n" for row in rows.values()).encode())
-    lab.used |= {lab.place(cells[key]): Made(**rows[named[key]]["made"]) for key in keys}
-    return {key: Outcome(**{name: rows[named[key]][name] for name in Outcome.__annotations__}) for key in keys}
+    """What the runs of `keys` came to, by the lines of `kept` or made now."""
+    cells, begun = specs(lab, keys), begins(lab)
+
+    def make(some: Sequence[Key]) -> list[Path]:
+        lab.run_all([one for seed, one in begun.items() if seed in {key[3] for key in some}])
+        return lab.run_all([cells[key] for key in some])
+
+    def read(key: Key, place: Path) -> Row:
+        return asdict(outcome(metrics(place), summary(place), key[1]))
+
+    names = ("loss", "lag", "lr", "seed")
+    wanted = {key: Wanted(dict(zip(names, key, strict=True)), told(key), lab.place(cells[key])) for key in keys}
+    rows = of_runs(lab, kept, wanted, make=make, read=read)
+    return {key: Outcome(**{name: row[name] for name in Outcome.__annotations__}) for key, row in rows.items()}
 
 
 Sweep = Mapping[str, Mapping[float, Sequence[Outcome]]]

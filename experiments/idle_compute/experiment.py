@@ -13,7 +13,7 @@ from experiments.comparison import LEAST_GAIN, is_as_great, is_greater
 from experiments.figures import COLOURS, MARKERS, lines, panels, svg
 from experiments.idle_compute.course import course
 from experiments.lab import Lab, RunFailed, Spec, metrics, summary
-from experiments.rlhf import LR, SEEDS, Ended, Pipeline, ended, read_evaluation, reward_accuracy
+from experiments.rlhf import LR, SEEDS, Ended, Pipeline, Run, ended, read_evaluation, reward_accuracy
 from experiments.section import Section, Verdict, markdown_table, spread
 from slipstream.core.config import RunConfig
 from slipstream.core.jsonl import read_jsonl
@@ -76,7 +76,7 @@ TIMED = (SYNC, T1, K4)
 def quality(lab: Lab, name: str, seed: int, *, bound: bool = False) -> Spec:
     """One run for what it learns, on one core."""
     loss, changed = CELLS[name]
-    base = BOUND.rl(lab, loss, 1, seed, policy=BOUND_POLICY) if bound else PIPELINE.rl(lab, loss, 1, seed)
+    base = BOUND.rl(lab, Run(loss, 1, seed, BOUND_POLICY)) if bound else PIPELINE.rl(lab, Run(loss, 1, seed))
     told = merge(base.overrides, changed)
     told = merge(told, {"trainer": {"checkpoint_every": told["steps"] // NUM_POINTS, "keep_checkpoints": NUM_POINTS}})
     return replace(base, name=f"idle_compute {'bound ' * bound}{name} seed {seed}", overrides=told)

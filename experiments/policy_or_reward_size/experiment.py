@@ -9,7 +9,7 @@ from statistics import fmean
 
 from experiments.comparison import is_as_great
 from experiments.figures import COLOURS, MARKERS, panels, svg
-from experiments.lab import Lab, Spec
+from experiments.lab import Lab
 from experiments.policy_or_reward_size.sizes import comparable, held_out_loss, tuned_by_size
 from experiments.rlhf import (
     SEEDS,
@@ -17,6 +17,7 @@ from experiments.rlhf import (
     USUAL,
     Cell,
     Pipeline,
+    Run,
     Tuned,
     all_of,
     cell_of,
@@ -30,9 +31,11 @@ from experiments.rlhf import (
 )
 from experiments.section import Section, Verdict, markdown_table, spread
 from experiments.staleness_by_loss.experiment import AS_TUNED, MOST_ESS, as_tuned, told_of_tuning
-from experiments.staleness_by_loss.tuning import DRIFT, FAR, ROUNDS, WINDOW, Trial, effective_share
+from experiments.staleness_by_loss.tuning import DRIFT, FAR, WINDOW, Trial
 
 LOSS = "online_dpo"
+ROUNDS = 4
+"""Of tuning, at most."""
 ON_POLICY = 1
 SMALL, LARGE = "S", "L"
 AS_GOOD = 0.05
@@ -94,25 +97,26 @@ class Found:
         return None if less is None or more is None else [b - a for a, b in zip(less, more, strict=True)]
 
 
-def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Spec]]:
+def runs_of(plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Run]]:
     """The RL runs of each cell, by seed."""
     return {
-        ((policy, judge), num): [
-            plan.pipeline.rl(lab, LOSS, num, seed, policy=policy, reward_model=judge, tuned=tuned[policy])
-            for seed in plan.seeds
-        ]
+        ((policy, judge), num): [Run(LOSS, num, seed, policy, judge, tuned[policy]) for seed in plan.seeds]
         for (policy, judge), num in plan.cells()
     }
 
 
-def read(lab: Lab, plan: Plan, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Trial]) -> Found:
-    folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
+def read(lab: Lab, plan: Plan, tuned: Mapping[str, Trial]) -> Found:
+    """From the runs, which are made."""
+    wanted = runs_of(plan, {size: trial.tuned for size, trial in tuned.items()})
+    outcomes = plan.pipeline.outcomes(lab, [run for some in wanted.values() for run in some])
+    found = {key: [outcomes[run] for run in some] for key, some in wanted.items()}
+    first = {key[0][0]: lab.place(plan.pipeline.rl(lab, some[0])) for key, some in wanted.items()}
     judges = {size: [lab.place(plan.pipeline.judge(lab, seed, size)) for seed in plan.seeds] for size in SIZES}
     return Found(
-        cells={key: cell_of(runs) for key, runs in folders.items()},
-        parameters={models[0]: num_parameters(runs[0]) for (models, _), runs in folders.items()},
+        cells={key: cell_of(some) for key, some in found.items()},
+        parameters={size: num_parameters(run) for size, run in first.items()},
         accuracies={size: [reward_accuracy(run) for run in runs] for size, runs in judges.items()},
-        ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
+        ess={key: [one.ess for one in some] for key, some in found.items()},
         losses={size: held_out_loss(lab.place(plan.pipeline.sft(lab, size))) for size in SIZES},
         tuned=tuned,
     )
@@ -244,10 +248,8 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
     plan = replace(plan, pipeline=comparable(lab, plan.pipeline))
     tuned = tuned_by_size(lab, plan.pipeline, LOSS, rounds=plan.rounds)
-    made = specs(lab, plan, {size: trial.tuned for size, trial in tuned.items()})
-    runs = [spec for some in made.values() for spec in some]
-    plan.pipeline.make(lab, plan.seeds, runs, policies=list(SIZES), reward_models=list(SIZES))
-    found = read(lab, plan, made, tuned)
+    plan.pipeline.make(lab, plan.seeds, [], policies=list(SIZES), reward_models=list(SIZES))
+    found = read(lab, plan, tuned)
     apart = max(found.losses.values()) - min(found.losses.values())
     return Section(
         title="Policy size or reward-model size",

@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.lab import Lab
 from experiments.rlhf import SIZES, USUAL, Pipeline, reward_accuracy
-from experiments.staleness_by_loss.tuning import ROUNDS, SEED, Trial, tune
+from experiments.staleness_by_loss.tuning import SEED, Trial, tune
 from slipstream.core.recipes import stage_dir
 
 SFT_RATES: Mapping[str, Sequence[float]] = {"S": (1e-3, 2e-3, 4e-3), "M": (5e-4, 1e-3, 2e-3), "L": (2.5e-4, 5e-4, 1e-3)}
@@ -40,7 +40,7 @@ def comparable(lab: Lab, pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, by_size={size: sft[size] | {"reward_model": judges[size]} for size in SIZES})
 
 
-def tuned_by_size(lab: Lab, pipeline: Pipeline, loss: str, *, rounds: int = ROUNDS) -> dict[str, Trial]:
+def tuned_by_size(lab: Lab, pipeline: Pipeline, loss: str, *, rounds: int) -> dict[str, Trial]:
     """Rate and penalty of RL for each size of the policy, as losses are tuned, and what they came to there."""
     found = tune(lab, pipeline, [(loss, size) for size in SIZES], rounds=rounds)
     return {size: trial for (_, size), trial in found.items()}

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
+from pathlib import Path
 from statistics import fmean, linear_regression
 
 from experiments.comparison import LEAST_GAIN
 from experiments.figures import panels, svg
-from experiments.lab import Lab, Spec
+from experiments.lab import Lab
 from experiments.rlhf import (
     KL_COEF,
     LOSSES,
@@ -19,24 +20,21 @@ from experiments.rlhf import (
     USUAL,
     Cell,
     Ended,
+    Outcome,
     Pipeline,
+    Run,
     Step,
     Tuned,
     all_of,
     cell_of,
     drift_axes,
-    ended,
     is_greater_by_seed,
     is_near_by_seed,
-    oldest_update,
-    read_evaluation,
     shades_of,
     share,
     shares_kept,
-    trodden,
 )
 from experiments.section import Section, Verdict, markdown_table, spread
-from experiments.staleness_by_loss.step_drift import kl_by_step
 from experiments.staleness_by_loss.tuning import (
     DRIFT,
     ESS,
@@ -44,12 +42,13 @@ from experiments.staleness_by_loss.tuning import (
     ON_POLICY,
     ROUNDS,
     SEED,
-    UNPENALISED,
     WINDOW,
     Trial,
-    effective_share,
     tune,
 )
+
+KEPT = Path(__file__).with_name("outcomes.jsonl")
+"""What runs have come to, one line each."""
 
 SEEDS = tuple(range(10))
 FARTHEST = 64
@@ -63,7 +62,7 @@ ON_FRONTIER = 0.03
 NEIGHBOURS = 16
 """Steps of N = 1 that a step of another N is compared with."""
 MOST_ESS = 0.6
-"""Losses that have a larger effective sample size at FAR have too little to bear to be compared there."""
+"""A loss that has a larger effective sample size at FAR has too little to bear to be called the better one there."""
 MATCHED = 1.0
 """Nats at which gold scores are compared: every loss comes by there."""
 
@@ -77,7 +76,7 @@ Point = tuple[float, float]
 class Plan:
     """What is run on every seed: `finely` at every N, the other losses on-policy, at FAR and at FARTHEST.
 
-    `rounds`: of tuning, at most.
+    `rounds`: of tuning, at most. `kept`: the file of what runs have come to.
     """
 
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -86,6 +85,7 @@ class Plan:
     finely: str = "ppo"
     minibatches: Sequence[int] = (ON_POLICY, 2, 4, 8, FAR, FARTHEST)
     rounds: int = ROUNDS
+    kept: Path | None = KEPT
 
     def cells(self) -> Iterator[Key]:
         for loss in self.losses:
@@ -139,40 +139,36 @@ class Found:
         return known if len(known) == len(found) else None
 
 
-def specs(lab: Lab, plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Spec]]:
+def runs_of(plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Run]]:
     """The RL runs of each cell, by seed."""
 
-    def runs(loss: str, num: int, seeds: Sequence[int], of: str) -> list[Spec]:
-        return [plan.pipeline.rl(lab, loss, num, seed, tuned=tuned[of], measured=True) for seed in seeds]
+    def runs(loss: str, num: int, seeds: Sequence[int], of: str) -> list[Run]:
+        return [Run(loss, num, seed, tuned=tuned[of], measured=True) for seed in seeds]
 
     first, second = ONE_GRADIENT
     made = {(loss, num): runs(loss, num, plan.seeds, loss) for loss, num in plan.cells()}
     return made | {(second, FAR): runs(second, FAR, plan.seeds[:1], first)}
 
 
-def read(lab: Lab, made: Mapping[Key, Sequence[Spec]], tuned: Mapping[str, Trial]) -> Found:
-    folders = {key: [lab.place(spec) for spec in some] for key, some in made.items()}
-    copg, rloo = (ended(read_evaluation(folders[loss, FAR][0])) for loss in ONE_GRADIENT)
-    del folders[ONE_GRADIENT[1], FAR]
+def read(lab: Lab, plan: Plan, tuned: Mapping[str, Trial]) -> Found:
+    """From the runs, which are made seed by seed."""
+    wanted = runs_of(plan, {loss: trial.tuned for loss, trial in tuned.items()})
+    in_order = sorted((run for some in wanted.values() for run in some), key=lambda run: run.seed)
+    outcomes = plan.pipeline.outcomes(lab, in_order, plan.kept)
+    found: dict[Key, list[Outcome]] = {key: [outcomes[run] for run in some] for key, some in wanted.items()}
+    copg, rloo = (found[loss, FAR][0].ended for loss in ONE_GRADIENT)
+    del found[ONE_GRADIENT[1], FAR]
     oldest: dict[int, int] = {}
-    for (_, num), runs in folders.items():
-        oldest[num] = max([oldest.get(num, 0), *map(oldest_update, runs)])
+    for (_, num), some in found.items():
+        oldest[num] = max([oldest.get(num, 0), *(one.oldest for one in some)])
     return Found(
-        cells={key: cell_of(runs) for key, runs in folders.items()},
-        ess={key: [effective_share(run) for run in runs] for key, runs in folders.items()},
-        steps={key: [steps_of(lab, spec) for spec in made[key]] for key in folders},
+        cells={key: cell_of(some) for key, some in found.items()},
+        ess={key: [one.ess for one in some] for key, some in found.items()},
+        steps={key: [one.steps for one in some] for key, some in found.items()},
         oldest=oldest,
         twins=(copg, rloo),
         tuned=tuned,
     )
-
-
-def steps_of(lab: Lab, spec: Spec) -> list[Step]:
-    """The steps of a run that was made, their KL over all completions that were sampled, whatever is trained on."""
-    run = lab.place(spec)
-    if spec.config().kl.coef:
-        return trodden(run)
-    return trodden(run, lab.measure(f"kl by step, {spec.name}", kl_by_step, run=str(run)))
 
 
 def points(steps: Sequence[Step]) -> list[Point]:
@@ -204,6 +200,7 @@ def gold_at(path: Sequence[Point], kl: float) -> float | None:
 def verdicts(found: Found) -> list[Verdict]:
     return [
         dpo_most_robust(found),
+        *dpo_against(found),
         best_of_2_does_not_keep(found),
         dpo_most_robust_at_equal_drift(found),
         only_dpo_far_off(found),
@@ -221,14 +218,25 @@ OTHERS = ("ppo", "proximal_rloo", "best_of_2")
 """Those that the source compares with Online DPO."""
 
 
-def has_something_to_bear(found: Found, losses: Sequence[str]) -> bool:
-    """Whether all are as far off-policy at FAR as they were to be, or farther."""
-    return all(fmean(found.ess[loss, FAR]) <= MOST_ESS for loss in losses)
+def is_better_at_far(found: Found, answer: bool | None, ours: str, theirs: str) -> bool | None:
+    """`answer` to whether one loss is better than another at FAR, where the better of them had something to bear.
+
+    One that was less far off-policy and is worse nevertheless says the more; one that is better says nothing.
+    """
+    if answer is None:
+        return None
+    return answer if fmean(found.ess[ours if answer else theirs, FAR]) <= MOST_ESS else None
 
 
 def dpo_most_robust(found: Found) -> Verdict:
     claim = "Online DPO is the most robust: at N = 16 it keeps more of its gain than PPO, Proximal RLOO and best of 2"
     return _dpo_keeps_more(found, OTHERS, claim)
+
+
+def dpo_against(found: Found) -> list[Verdict]:
+    """One by one, those that are left."""
+    others = [loss for loss in OTHERS if loss != "best_of_2"]
+    return [_dpo_keeps_more(found, (loss,), f"At N = 16 Online DPO keeps more than {NAMES[loss]}") for loss in others]
 
 
 def best_of_2_does_not_keep(found: Found) -> Verdict:
@@ -243,10 +251,12 @@ def _dpo_keeps_more(found: Found, others: Sequence[str], claim: str) -> Verdict:
     ours, theirs = kept("online_dpo"), {loss: kept(loss) for loss in others}
     told = ", ".join(f"{NAMES[loss]} {share(values)}" for loss, values in {"online_dpo": ours, **theirs}.items())
     compared = (
-        None if ours is None or values is None else is_greater_by_seed(ours, values) for values in theirs.values()
+        None
+        if ours is None or values is None
+        else is_better_at_far(found, is_greater_by_seed(ours, values), "online_dpo", loss)
+        for loss, values in theirs.items()
     )
-    holds = all_of(compared) if has_something_to_bear(found, ("online_dpo", *others)) else None
-    return Verdict(claim, "A, Fig. 4", holds, f"kept: {told}")
+    return Verdict(claim, "A, Fig. 4", all_of(compared), f"kept: {told}")
 
 
 def dpo_most_robust_at_equal_drift(found: Found) -> Verdict:
@@ -257,7 +267,9 @@ def dpo_most_robust_at_equal_drift(found: Found) -> Verdict:
         lost[loss] = None if near is None or far is None else [a - b for a, b in zip(near, far, strict=True)]
     ours = lost["online_dpo"]
     compared = [
-        None if ours is None or values is None else is_greater_by_seed(values, ours)
+        None
+        if ours is None or values is None
+        else is_better_at_far(found, is_greater_by_seed(values, ours), "online_dpo", loss)
         for loss, values in lost.items()
         if loss in OTHERS
     ]
@@ -268,7 +280,7 @@ def dpo_most_robust_at_equal_drift(found: Found) -> Verdict:
         f"At a drift of {MATCHED:g} nat Online DPO loses less gold from N = 1 to {FAR} than PPO, Proximal RLOO and "
         "best of 2",
         "A, Fig. 4",
-        all_of(compared) if has_something_to_bear(found, ("online_dpo", *OTHERS)) else None,
+        all_of(compared),
         f"lost: {told}",
     )
 
@@ -369,7 +381,7 @@ def proximal_above_copg(found: Found) -> Verdict:
     return Verdict(
         "Proximal RLOO is above CoPG at N = 16",
         "A, Fig. 13",
-        holds if has_something_to_bear(found, ("proximal_rloo", "copg")) else None,
+        is_better_at_far(found, holds, "proximal_rloo", "copg"),
         f"{spread(proximal, 2)} and {spread(copg, 2)}",
     )
 
@@ -463,10 +475,11 @@ def as_tuned(loss: str, trial: Trial) -> tuple[str, str, str, str, str]:
     own, tuned = LOSSES[loss], trial.tuned
     rate = own.get("trainer", {}).get("optimizer", {}).get("lr", LR) * tuned.lr_times
     beta = own["loss"].get("params", {}).get("beta")
-    penalty = f"KL {KL_COEF * tuned.penalty_times:g}" if beta is None else f"beta {beta * tuned.penalty_times:g}"
+    where = " in the loss" * (own.get("kl", {}).get("place") == "loss")
+    penalty = f"KL {KL_COEF * tuned.penalty_times:g}{where}" if beta is None else f"beta {beta * tuned.penalty_times:g}"
     return (
         f"{rate:.1e}",
-        "none" if loss in UNPENALISED else penalty,
+        penalty,
         f"{trial.far.ess:.2f}",
         f"{trial.on_policy.kl:.2f}",
         "yes" if trial.is_within else "**no**",
@@ -512,11 +525,9 @@ def figure(found: Found) -> str:
 
 def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
-    trials = tune(lab, plan.pipeline, [(loss, USUAL) for loss in plan.losses], rounds=plan.rounds)
+    trials = tune(lab, plan.pipeline, [(loss, USUAL) for loss in plan.losses], rounds=plan.rounds, kept=plan.kept)
     tuned = {loss: trial for (loss, _), trial in trials.items()}
-    made = specs(lab, plan, {loss: trial.tuned for loss, trial in tuned.items()})
-    plan.pipeline.make(lab, plan.seeds, [spec for some in made.values() for spec in some])
-    found = read(lab, made, tuned)
+    found = read(lab, plan, tuned)
     copg, rloo = found.twins
     same = "ends as CoPG's does, bit for bit" if copg == rloo else f"ends at {rloo}, CoPG's at {copg}"
     return Section(
@@ -527,9 +538,9 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         "staleness 0, as in the source. Each loss has a learning rate and a penalty of its own, tuned on seed "
         f"{SEED} in {plan.rounds} rounds at most. A round takes the penalty with which N = {ON_POLICY} ends nearest "
         f"{DRIFT:g} nats of KL. It is the last if the effective sample size at N = {FAR} then lies in {WINDOW[0]:g} to "
-        f"{WINDOW[1]:g} and neither run has collapsed; else the rate is corrected towards {ESS:g}. Best of 2 has no "
-        "penalty, and drifts as it does. The KL of a step is over all completions that were sampled, also of losses "
-        "that train on some of them.",
+        f"{WINDOW[1]:g} and neither run has collapsed; else the rate is corrected towards {ESS:g}. Best of 2, "
+        "which has no penalty in the source, has one in its loss. The KL of a step is over all completions that were "
+        "sampled, also of losses that train on some of them.",
         tables=tables(found),
         figures={"Win rate against KL by loss and N": figure(found)},
         verdicts=verdicts(found),

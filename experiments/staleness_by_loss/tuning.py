@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan, log, nan, sqrt
+from math import isnan, log, sqrt
 from pathlib import Path
-from statistics import fmean
 
 from experiments.comparison import LEAST_GAIN
-from experiments.lab import Lab, metrics
-from experiments.rlhf import Pipeline, Tuned, ended, read_evaluation
+from experiments.lab import Lab
+from experiments.rlhf import Outcome, Pipeline, Run, Tuned
 
 SEED = 100
 """Apart from the seeds that are compared."""
 ON_POLICY, FAR = 1, 16
-ROUNDS = 4
+ROUNDS = 6
 """At most."""
 FIRST_RATE = 8.0
 """Times the loss's own, as all rates and penalties here."""
@@ -32,7 +31,6 @@ DRIFT = 1.5
 """Nats per completion from the SFT policy, at the end of N = 1."""
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
 """Of the rate, from one round to the next."""
-UNPENALISED = ("best_of_2",)
 
 Subject = tuple[str, str]
 """What is tuned: a loss, and the size of its policy."""
@@ -66,26 +64,29 @@ class Trial:
         return self.is_sound and least <= self.far.ess <= most
 
 
-def tune(lab: Lab, pipeline: Pipeline, subjects: Sequence[Subject], *, rounds: int = ROUNDS) -> dict[Subject, Trial]:
-    """What was found for each of `subjects`, by runs with SEED; those of all subjects side by side."""
+def tune(
+    lab: Lab, pipeline: Pipeline, subjects: Sequence[Subject], *, rounds: int = ROUNDS, kept: Path | None = None
+) -> dict[Subject, Trial]:
+    """What was found for each of `subjects`, by runs with SEED; those of all subjects side by side.
+
+    `kept`: the file of what runs have come to.
+    """
     trials: dict[Subject, list[Trial]] = {subject: [] for subject in subjects}
     for _ in range(rounds):
         unsettled = [subject for subject, own in trials.items() if not (own and own[-1].is_within)]
         if not unsettled:
             break
-        near = _runs(lab, pipeline, {one: candidates(one, trials[one]) for one in unsettled}, ON_POLICY)
+        near = _runs(lab, pipeline, {one: candidates(trials[one]) for one in unsettled}, ON_POLICY, kept)
         chosen = {subject: nearest_drift(of_subject) for subject, of_subject in near.items()}
-        far = _runs(lab, pipeline, {subject: [tuned] for subject, tuned in chosen.items()}, FAR)
+        far = _runs(lab, pipeline, {subject: [tuned] for subject, tuned in chosen.items()}, FAR, kept)
         for subject, tuned in chosen.items():
             trials[subject].append(Trial(tuned, near[subject][tuned], far[subject][tuned]))
     return {subject: best(own) for subject, own in trials.items()}
 
 
-def candidates(subject: Subject, before: Sequence[Trial]) -> list[Tuned]:
-    """The settings of the next round's runs ON_POLICY: one rate, with several penalties where there is one."""
+def candidates(before: Sequence[Trial]) -> list[Tuned]:
+    """The settings of the next round's runs ON_POLICY: one rate, with several penalties."""
     rate = next_rate(before) if before else FIRST_RATE
-    if subject[0] in UNPENALISED:
-        return [Tuned(rate)]
     penalties = [before[-1].tuned.penalty_times * times for times in LATER_PENALTIES] if before else FIRST_PENALTIES
     return [Tuned(rate, penalty) for penalty in penalties]
 
@@ -143,26 +144,21 @@ def best(trials: Sequence[Trial]) -> Trial:
     return min(trials, key=lambda one: one.tuned.lr_times)
 
 
-def effective_share(run: Path) -> float:
-    """Effective sample size of the ratios, a share: mean over those of a run's steps that have one, NaN without any."""
-    known = [line["ess"] for line in metrics(run) if line.get("ess") is not None]
-    return fmean(known) if known else nan
-
-
-def ran(run: Path) -> Ran:
-    evaluation = read_evaluation(run)
-    before, after = ended(evaluation, "before"), ended(evaluation)
-    return Ran(after.win_rate - before.win_rate, after.kl, effective_share(run))
+def ran(outcome: Outcome) -> Ran:
+    return Ran(outcome.gain, outcome.ended.kl, outcome.ess)
 
 
 def _runs(
-    lab: Lab, pipeline: Pipeline, settings: Mapping[Subject, Sequence[Tuned]], num_minibatches: int
+    lab: Lab,
+    pipeline: Pipeline,
+    settings: Mapping[Subject, Sequence[Tuned]],
+    num_minibatches: int,
+    kept: Path | None,
 ) -> dict[Subject, dict[Tuned, Ran]]:
-    specs = {
-        (subject, one): pipeline.rl(lab, subject[0], num_minibatches, SEED, policy=subject[1], tuned=one)
+    runs = {
+        (subject, one): Run(subject[0], num_minibatches, SEED, policy=subject[1], tuned=one)
         for subject, several in settings.items()
         for one in several
     }
-    sizes = list(dict.fromkeys(size for _, size in settings))
-    folders = dict(zip(specs, pipeline.make(lab, [SEED], list(specs.values()), policies=sizes), strict=True))
-    return {subject: {one: ran(folders[subject, one]) for one in several} for subject, several in settings.items()}
+    found = pipeline.outcomes(lab, list(runs.values()), kept)
+    return {subject: {one: ran(found[runs[subject, one]]) for one in several} for subject, several in settings.items()}

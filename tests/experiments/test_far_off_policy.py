@@ -12,7 +12,6 @@ import pytest
 from experiments.corrections.experiment import NONE, SYNC
 from experiments.far_off_policy import experiment
 from experiments.far_off_policy.experiment import (
-    AT_ONCE,
     FAR,
     LADDER,
     LAGS,
@@ -33,6 +32,7 @@ from experiments.far_off_policy.experiment import (
     verdicts,
     widened,
 )
+from experiments.kept import AT_ONCE
 from experiments.lab import Lab, Made, Spec
 from experiments.section import ROOT, render
 

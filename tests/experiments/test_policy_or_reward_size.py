@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.lab import Lab
+from experiments.lab import Lab, Made
 from experiments.policy_or_reward_size import experiment
 from experiments.policy_or_reward_size.experiment import POLICIES, REWARD_MODELS, Found, Plan
 from experiments.policy_or_reward_size.sizes import (
@@ -110,12 +110,12 @@ def test_nothing_is_said_where_nothing_is_borne_or_larger_judges_are_no_better()
 
 
 def test_the_plan_is_a_cross_of_both_sizes(tmp_path):
-    made = experiment.specs(Lab(tmp_path), Plan(), TUNED)
+    lab, made = Lab(tmp_path), experiment.runs_of(Plan(), TUNED)
     assert {models for models, _ in made} == {*POLICIES, *REWARD_MODELS}
     assert len(made) == 5 * 3
     assert {len(some) for some in made.values()} == {5}
     for ((policy, _), _), some in made.items():
-        config = some[0].config()
+        config = Plan().pipeline.rl(lab, some[0]).config()
         assert config.loss.name == "online_dpo"
         assert config.trainer.optimizer.lr == pytest.approx(1e-4 * TUNED[policy].lr_times)
         assert config.loss.params["beta"] == pytest.approx(0.1 * TUNED[policy].penalty_times)
@@ -172,6 +172,7 @@ class Tuning(Lab):
             if "rl" not in config.stages:
                 continue
             folder.mkdir(exist_ok=True)
+            self.used[folder] = Made("run", 60.0, 1, 2, "a processor", None)
             size = next(size for size in "SML" if f"policy {size}" in spec.name)
             rate = config.trainer.optimizer.lr / 1e-4
             self.asked.add((size, config.trainer.minibatches, round(rate, 6)))
@@ -184,13 +185,14 @@ class Tuning(Lab):
             (folder / "evaluation.json").write_text(json.dumps({"before": begin, "after": end}))
             ess = {"S": 0.8, "M": 0.5, "L": 0.05}[size] ** ((rate / 8) ** 2)
             (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": ess}))
+            (folder / "summary.json").write_text(json.dumps({"staleness": {"updates_max": 0}}))
         return [self.place(spec) for spec in specs]
 
 
 def test_each_size_is_tuned_by_its_own_runs(tmp_path):
     lab = Tuning(tmp_path)
     lab.asked = set()
-    found = tuned_by_size(lab, Pipeline(), "online_dpo")
+    found = tuned_by_size(lab, Pipeline(), "online_dpo", rounds=4)
     assert {size: trial.tuned for size, trial in found.items()} == {
         "S": Tuned(15.0, 1.0),
         "M": Tuned(8.0, 1.0),
@@ -223,6 +225,7 @@ class Whole(Learning):
         for spec in trained:
             config, folder = spec.config(), self.place(spec)
             folder.mkdir(exist_ok=True)
+            self.used[folder] = Made("run", 60.0, 1, 2, "a processor", None)
             moments = {
                 moment: {
                     "gold": {"win_rate": {"mean": rate}, "mean_score": 0.5},
@@ -235,7 +238,7 @@ class Whole(Learning):
             }
             (folder / "evaluation.json").write_text(json.dumps(moments))
             (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": 0.5}))
-            (folder / "summary.json").write_text(json.dumps({"model_params": 1000}))
+            (folder / "summary.json").write_text(json.dumps({"model_params": 1000, "staleness": {"updates_max": 0}}))
         return [self.place(spec) for spec in specs]
 
 

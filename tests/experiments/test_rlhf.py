@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from experiments.lab import Lab, Spec
+from experiments.lab import Lab, Made, Spec
 from experiments.rlhf import (
     LOSSES,
     NAMES,
     SIZES,
     Cell,
     Ended,
+    Outcome,
     Pipeline,
+    Run,
     Step,
+    Tuned,
     all_of,
     cell_of,
+    ended,
     gold_score,
     is_greater_by_seed,
     is_near_by_seed,
@@ -53,10 +59,10 @@ def lab(tmp_path) -> Lab:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_all_n_train_on_as_many_samples_in_as_many_updates(lab, loss):
     """Update j of a step is j updates away from the weights that its minibatch was sampled with."""
-    first = PIPELINE.rl(lab, loss, 1, seed=2).config()
+    first = PIPELINE.rl(lab, Run(loss, 1, seed=2)).config()
     assert (first.host, first.seed, first.loss.name) == ("inline", 2, LOSSES[loss]["loss"]["name"])
     for num in (2, 4, 8, 16, 64):
-        config = PIPELINE.rl(lab, loss, num, seed=2).config()
+        config = PIPELINE.rl(lab, Run(loss, num, seed=2)).config()
         assert config.max_staleness == 0
         assert (config.updates_per_step, config.trainer.epochs) == (num, 1)
         assert config.steps * config.updates_per_step == first.steps == 192
@@ -68,35 +74,36 @@ def test_all_n_train_on_as_many_samples_in_as_many_updates(lab, loss):
 
 def test_an_n_that_leaves_a_rest_is_refused(lab):
     with pytest.raises(ValueError, match="192 updates are no whole number of steps of 7"):
-        PIPELINE.rl(lab, "ppo", 7, seed=0)
+        PIPELINE.rl(lab, Run("ppo", 7, seed=0))
 
 
 def test_nothing_is_whitened_or_penalised_across_minibatches(lab):
     """Else N would change the advantages, not only their age."""
     for loss in LOSSES:
-        config = PIPELINE.rl(lab, loss, 8, seed=0).config()
+        config = PIPELINE.rl(lab, Run(loss, 8, seed=0)).config()
         assert config.loss.whiten_advantages in ("no", "minibatch")
         assert config.kl.target is None
         assert not config.loss.skip_no_signal
-        assert config.kl.coef == (0.0 if loss in ("online_dpo", "best_of_2") else 0.1)
+        assert config.kl.coef == (0.0 if loss == "online_dpo" else 0.1)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_a_run_keeps_to_be_measured_changes_nothing_else(lab, loss):
-    """And only where there is no penalty, which measures the KL itself; nobody else gets it (`idle_compute`)."""
-    usual, measured = (PIPELINE.rl(lab, loss, 16, seed=1, measured=wanted) for wanted in (False, True))
+    """And only where no penalty in the reward measures the KL itself; nobody else gets it (`idle_compute`)."""
+    usual, measured = (PIPELINE.rl(lab, Run(loss, 16, seed=1, measured=wanted)) for wanted in (False, True))
     every = [spec.config().observe.tokens_every for spec in (usual, measured)]
     assert every == [0, int(loss in ("online_dpo", "best_of_2"))]
     same = [without(spec.config().model_dump(), "observe.tokens_every") for spec in (usual, measured)]
     assert same[0] == same[1]
-    assert PIPELINE.rl(lab, loss, 16, seed=1) == usual
+    assert PIPELINE.rl(lab, Run(loss, 16, seed=1)) == usual
 
 
 def test_every_loss_differs_from_ppo_in_its_own_fields_only(lab):
-    ppo = PIPELINE.rl(lab, "ppo", 4, seed=0).config().model_dump()
+    ppo = PIPELINE.rl(lab, Run("ppo", 4, seed=0)).config().model_dump()
     for loss in LOSSES.keys() - {"ppo"}:
-        ours = PIPELINE.rl(lab, loss, 4, seed=0).config().model_dump()
-        own = ("loss", "kl.coef", *(("trainer.optimizer.lr",) if loss == "best_of_2" else ()))
+        ours = PIPELINE.rl(lab, Run(loss, 4, seed=0)).config().model_dump()
+        of_best = ("kl.place", "kl.estimator", "trainer.optimizer.lr")
+        own = ("loss", "kl.coef", *(of_best if loss == "best_of_2" else ()))
         assert without(ours, *own) == without(ppo, *own)
         assert ours["loss"]["name"] != "ppo"
     assert NAMES.keys() == LOSSES.keys()
@@ -106,7 +113,7 @@ def test_runs_begin_with_the_models_of_their_seed_and_sizes(lab):
     judges = {(seed, size): lab.place(PIPELINE.judge(lab, seed, size)) for seed in (0, 1) for size in SIZES}
     policies = {size: lab.place(PIPELINE.sft(lab, size)) for size in SIZES}
     assert len({*judges.values(), *policies.values()}) == 9
-    config = PIPELINE.rl(lab, "online_dpo", 4, seed=1, policy="L", reward_model="S").config()
+    config = PIPELINE.rl(lab, Run("online_dpo", 4, seed=1, policy="L", reward_model="S")).config()
     assert config.model.path == config.kl.reference == str(policies["L"] / "sft" / "model")
     assert [model.path for model in config.rewards.models] == [str(judges[1, "S"] / "reward_model" / "model")]
     assert config.critic.path == config.rewards.models[0].path
@@ -138,7 +145,7 @@ def test_the_usual_policy_is_the_recipes_from_more_data(lab):
 def test_models_are_made_before_what_begins_with_them_the_usual_size_first(lab, monkeypatch):
     made: list[list[str]] = []
     monkeypatch.setattr(lab, "run_all", lambda specs: made.append([spec.name for spec in specs]) or [])
-    PIPELINE.make(lab, [0, 1], [PIPELINE.rl(lab, "ppo", 1, seed=0)], policies=["L"], reward_models=["S", "M"])
+    PIPELINE.make(lab, [0, 1], [PIPELINE.rl(lab, Run("ppo", 1, seed=0))], policies=["L"], reward_models=["S", "M"])
     assert made == [
         ["rlhf sft M", "rlhf sft S", "rlhf sft L"],
         ["rlhf reward model M seed 0", "rlhf reward model M seed 1"],
@@ -169,11 +176,61 @@ def evaluation(before: float, after: float, kl: float = 1.5) -> dict:
     return {"before": moment(before, 0.0), "after": moment(after, kl)}
 
 
-def test_a_cell_is_what_the_evaluations_of_its_seeds_say(tmp_path):
-    for index, after in enumerate((0.5, 0.75)):
-        (tmp_path / str(index)).mkdir()
-        (tmp_path / str(index) / "evaluation.json").write_text(json.dumps(evaluation(0.25, after, kl=index)))
-    cell = cell_of([tmp_path / "0", tmp_path / "1"])
+class MadeUp(Lab):
+    """Runs of RL gain 0.25 for each seed more, and leave no steps; what they begin with leaves nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked: list[str] = []
+
+    def run_all(self, specs):
+        for spec in specs:
+            self.asked.append(spec.name)
+            config, folder = spec.config(), self.place(spec)
+            folder.mkdir(exist_ok=True)
+            self.used[folder] = Made("run", 60.0, 1, 2, "a processor", "0123456789")
+            found = evaluation(0.25, 0.5 + 0.25 * config.seed, kl=config.seed)
+            (folder / "evaluation.json").write_text(json.dumps(found))
+            steps = [{"step": 0, "ess": 0.5, "kl_reference_sum": 0.123456}, {"step": 1, "eval_accuracy": 0.1}]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+            (folder / "summary.json").write_text(json.dumps({"staleness": {"updates_max": 15}}))
+            rollout = {"step": 0, "prompt": "*qz*r>", "completion": "q", "outcome": "trained"}
+            (folder / "rollouts.jsonl").write_text(json.dumps(rollout))
+        return [self.place(spec) for spec in specs]
+
+
+def test_outcomes_are_kept_by_settings_and_not_by_folders(tmp_path):
+    kept, tuned = tmp_path / "outcomes.jsonl", Tuned(2.0, 0.5)
+    runs = [Run("ppo", 16, seed, tuned=tuned, measured=measured) for seed in (0, 1) for measured in (False, True)]
+    here, there = MadeUp(tmp_path / "here"), MadeUp(tmp_path / "there")
+    found = PIPELINE.outcomes(here, runs[:3], kept)
+    assert here.asked.count("rlhf ppo N=16 policy M reward model M seed 0 lr x2 penalty x0.5") == 2
+    assert found[runs[1]].steps == (Step(0.1235, pytest.approx(2 / 3, abs=1e-4), 1),)
+    assert (found[runs[0]].steps, found[runs[2]].gain, found[runs[2]].oldest) == ((), 0.5, 15)
+    assert PIPELINE.outcomes(there, runs, kept).items() >= found.items()
+    assert [name for name in there.asked if "seed" in name] == [
+        "rlhf reward model M seed 1",
+        "rlhf ppo N=16 policy M reward model M seed 1 lr x2 penalty x0.5",
+    ]
+    assert there.cost().startswith("4 runs, 2 minutes on 2 cores of a processor")  # with the policy and its judge
+    shorter = replace(PIPELINE, updates=96)
+    assert len(shorter.outcomes(MadeUp(tmp_path / "shorter"), runs[:1], kept)) == 1
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert len({row["settings"] for row in rows}) == len(rows) == 5
+    assert not any(str(tmp_path) in json.dumps(row) for row in rows)
+
+
+def test_without_a_file_every_run_is_made(tmp_path):
+    lab = MadeUp(tmp_path)
+    for _ in range(2):
+        assert PIPELINE.outcomes(lab, [Run("rloo", 16, 0)])[Run("rloo", 16, 0)].ess == 0.5
+    assert lab.asked.count("rlhf rloo N=16 policy M reward model M seed 0") == 2
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+def test_a_cell_is_what_the_evaluations_of_its_seeds_say():
+    found = [evaluation(0.25, after, kl=index) for index, after in enumerate((0.5, 0.75))]
+    cell = cell_of([Outcome(ended(one, "before"), ended(one), 1.0, 0) for one in found])
     assert cell.ended == [Ended(0.5, 0.75, 0, 4.0), Ended(0.75, 1.0, 1, 4.0)]
     assert cell.began == [Ended(0.25, 0.5, 0.0, 4.0)] * 2
     assert cell.win_rates() == [0.5, 0.75]

@@ -11,8 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.lab import Lab
-from experiments.rlhf import Cell, Ended, Pipeline, Step, Tuned
+from experiments import rlhf
+from experiments.lab import Lab, Made
+from experiments.rlhf import (
+    Cell,
+    Ended,
+    Pipeline,
+    Run,
+    Step,
+    Tuned,
+    effective_share,
+    outcome,
+    steps_of,
+)
 from experiments.staleness_by_loss import experiment
 from experiments.staleness_by_loss.experiment import (
     Found,
@@ -22,23 +33,22 @@ from experiments.staleness_by_loss.experiment import (
     deviation,
     gold_at,
     points,
+    runs_of,
     slopes_by_seed,
-    steps_of,
     told_of_tuning,
     unexplained,
 )
-from experiments.staleness_by_loss.step_drift import kl_by_step
 from experiments.staleness_by_loss.tuning import (
     SEED,
     Ran,
     Trial,
     best,
     correction,
-    effective_share,
     nearest_drift,
     ran,
     tune,
 )
+from experiments.step_drift import kl_by_step
 from slipstream.core.recipes import save_config
 from slipstream.models.build import build_policy
 from slipstream.models.hf import save_model
@@ -61,6 +71,8 @@ PAPER = {
 JITTER = (0.0, 0.004, -0.004, 0.008, -0.008)
 CLAIMS = (
     "most robust",
+    "more than PPO",
+    "more than Proximal RLOO",
     "best of 2",
     "equal drift",
     "far off",
@@ -174,8 +186,18 @@ def test_what_is_within_the_noise_is_not_said(claim, changed):
 def test_losses_with_nothing_to_bear_are_not_compared():
     told = zip(CLAIMS, experiment.verdicts(world(ess=0.7)), strict=True)
     assert {claim for claim, said in told if said.holds is None} == {
-        *("most robust", "best of 2", "equal drift", "proximal"),
+        *("most robust", "more than PPO", "more than Proximal RLOO", "best of 2", "equal drift", "proximal"),
     }
+
+
+def test_a_loss_with_little_to_bear_that_is_worse_nevertheless_is_said_to_be():
+    """And one with little to bear that is better is not."""
+    found = world()
+    for loss, others in (("proximal_rloo", [True] * 5), ("online_dpo", [None] * 5)):
+        light = replace(found, ess={**found.ess, (loss, 16): [0.7] * 5})
+        assert [said.holds for said in experiment.verdicts(light)[:5]] == others
+    better = replace(world(proximal_rloo=(0.75, 0.75, 0.75)), ess={**found.ess, ("proximal_rloo", 16): [0.7] * 5})
+    assert holds(better, "more than Proximal RLOO") is None
 
 
 def test_gold_lost_at_equal_drift():
@@ -187,7 +209,7 @@ def test_gold_lost_at_equal_drift():
         cells={**found.cells, ("ppo", 16): replaced(found.cells["ppo", 16], kl=[0.9] * 5)},
     )
     assert holds(near, "equal drift") is None
-    assert "PPO not there" in experiment.verdicts(near)[2].found
+    assert "PPO not there" in experiment.verdicts(near)[CLAIMS.index("equal drift")].found
 
 
 def test_gold_is_read_where_the_drift_is_first_there():
@@ -295,8 +317,10 @@ class Measuring(Lab):
             if folder.exists() or "rl" not in config.stages:
                 continue
             folder.mkdir()
+            self.used[folder] = Made("run", 60.0, 1, 2, "a processor", None)
             assert config.seed == SEED
             num, rate = config.trainer.minibatches, config.trainer.optimizer.lr / OWN_RATES[config.loss.name]
+            assert (config.kl.place == "loss") == (config.loss.name == "best_of_n")
             penalty = config.loss.params.get("beta", config.kl.coef) / 0.1
             self.asked.append((config.loss.name, num, round(rate, 6), round(penalty, 6)))
             write_run(folder, self.behaviour(num, rate, penalty))
@@ -313,13 +337,14 @@ def write_run(folder, found: Ran) -> None:
     ends = {"before": moment(START, 0.0), "after": moment(START + found.gain, found.kl)}
     (folder / "evaluation.json").write_text(json.dumps(ends))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": found.ess}))
+    (folder / "summary.json").write_text(json.dumps({"staleness": {"updates_max": 15}}))
 
 
 def tuning(tmp_path, behaviour: Behaviour, *losses: str) -> tuple[dict[str, Trial], list[tuple]]:
     """What is found, and which runs were made for it."""
     lab = Measuring(tmp_path)
     lab.behaviour, lab.asked = behaviour, []
-    found = tune(lab, Plan().pipeline, [(loss, "M") for loss in losses])
+    found = tune(lab, Plan().pipeline, [(loss, "M") for loss in losses], rounds=4)
     return {loss: trial for (loss, _), trial in found.items()}, lab.asked
 
 
@@ -386,12 +411,6 @@ def test_between_a_rate_that_collapsed_and_one_that_did_not_is_their_geometric_m
     assert (found["ppo"].tuned, found["ppo"].is_within) == (Tuned(11.0, 1.0), False)  # the nearest that is sound
 
 
-def test_best_of_2_has_a_rate_only(tmp_path):
-    found, asked = tuning(tmp_path, lambda num, rate, penalty: Ran(0.3, 9.0, falling(0.8, rate)), "best_of_2")
-    assert asked == [("best_of_n", num, rate, 0.0) for rate in (8.0, 15.0) for num in (1, 16)]
-    assert (found["best_of_2"].tuned, found["best_of_2"].is_within) == (Tuned(15.0), True)
-
-
 def test_where_no_round_is_within_the_nearest_sound_one_counts(tmp_path):
     """The effective sample size leaps over what is asked for."""
     found, asked = tuning(
@@ -426,7 +445,7 @@ def test_losses_are_tuned_side_by_side_until_each_is_within(tmp_path):
         *[["best_of_n", "online_dpo", "ppo"]] * 2,
         *[["best_of_n", "online_dpo"]] * 2,
     ]
-    assert [len(batch) for batch in batches if batch] == [9, 3, 4, 2]
+    assert [len(batch) for batch in batches if batch] == [12, 3, 6, 2]
 
 
 def test_corrections_stay_within_a_factor_of_two():
@@ -451,7 +470,8 @@ def test_a_run_without_an_effective_sample_size_is_no_reason_to_stop(tmp_path):
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", Ran(0.25, 2.0, nan))
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": None}))
-    found = ran(tmp_path / "run")
+    lab = Lab(tmp_path)
+    found = ran(outcome(lab, Pipeline().rl(lab, Run("ppo", 1, 0)), tmp_path / "run", with_steps=False))
     assert (found.gain, found.kl) == pytest.approx((0.25, 2.0))
     assert isnan(found.ess)
     lost = Trial(Tuned(8.0), Ran(0.3, 1.5, 1.0), found)
@@ -464,19 +484,20 @@ TUNED = {loss: Tuned(6.0, 2.0) for loss in PAPER}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return experiment.specs(Lab(tmp_path_factory.mktemp("lab")), Plan(), TUNED)
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    return {key: [Plan().pipeline.rl(lab, run) for run in some] for key, some in runs_of(Plan(), TUNED).items()}
 
 
 def test_what_is_tuned_is_in_the_runs(made):
     first = {loss: some[0].config() for (loss, num), some in made.items() if num == 1}
     assert first["ppo"].trainer.optimizer.lr == first["online_dpo"].trainer.optimizer.lr == pytest.approx(6e-4)
     assert first["best_of_2"].trainer.optimizer.lr == pytest.approx(2e-4)
-    assert (first["ppo"].kl.coef, first["online_dpo"].kl.coef, first["best_of_2"].kl.coef) == (0.2, 0.0, 0.0)
+    assert (first["ppo"].kl.coef, first["online_dpo"].kl.coef, first["best_of_2"].kl.coef) == (0.2, 0.0, 0.2)
     assert first["online_dpo"].loss.params["beta"] == 0.2
     trial = replace(TRIAL, tuned=Tuned(6.0, 2.0))
     assert as_tuned("ppo", trial) == ("6.0e-04", "KL 0.2", "0.50", "1.42", "yes")
     assert as_tuned("online_dpo", trial) == ("6.0e-04", "beta 0.2", "0.50", "1.42", "yes")
-    assert as_tuned("best_of_2", trial) == ("2.0e-04", "none", "0.50", "1.42", "yes")
+    assert as_tuned("best_of_2", trial) == ("2.0e-04", "KL 0.2 in the loss", "0.50", "1.42", "yes")
     lost = replace(trial, on_policy=Ran(0.01, -0.1, 1.0))
     assert as_tuned("ppo", lost) == ("6.0e-04", "KL 0.2", "0.50", "-0.10", "**no**")
     assert told_of_tuning({"PPO": trial, "CoPG": lost}).endswith("Not within: CoPG.")
@@ -503,7 +524,7 @@ LOGPROBS = {0: (-0.25, -0.5), 1: (-1.0,)}
 def kept(tmp_path):
     """A run of best of 2, two steps of one pair, and the tokens that its reference knows: all are equally probable."""
     lab, pipeline = Lab(tmp_path), Pipeline(updates=2, prompts_per_update=1)
-    spec = pipeline.rl(lab, "best_of_2", 1, seed=0, measured=True)
+    spec = pipeline.rl(lab, Run("best_of_2", 1, seed=0, measured=True))
     run, start = lab.place(spec), spec.config().kl.reference
     run.mkdir()
     save_config(spec.config(), run / "config.toml")
@@ -583,7 +604,7 @@ def test_what_is_told():
     matched = next(table for caption, table in tables.items() if "where the drift is 1 nat" in caption)
     assert "| Online DPO | 0.70 (0.00) |  |  |  | 0.69 (0.00) | 0.69 (0.00) |" in matched
     assert "| PPO | 1.2e-03 | KL 0.2 | 0.50 | 1.42 | yes |" in tables["Each loss as it was tuned"]
-    assert "| Best of 2 | 4.0e-04 | none | 0.50 | 1.42 | yes |" in tables["Each loss as it was tuned"]
+    assert "| Best of 2 | 4.0e-04 | KL 0.2 in the loss | 0.50 | 1.42 | yes |" in tables["Each loss as it was tuned"]
     assert experiment.who_keeps(found, 16).startswith("Online DPO")
     assert experiment.who_keeps(world(**{loss: (START,) * len(own) for loss, own in PAPER.items()}), 16) == (
         "nobody gained enough to say"
@@ -600,6 +621,7 @@ class Making(Lab):
         for spec in specs:
             config, folder = spec.config(), self.place(spec)
             folder.mkdir(exist_ok=True)
+            self.used[folder] = Made("run", 60.0, 1, 2, "a processor", None)
             num = config.trainer.minibatches
             write_run(folder, Ran(0.4 / num**0.25, 1.5, 0.5))
             steps = [{"step": step, "ess": 0.5} | {"kl_reference_sum": 1.5 * step} for step in (0, 1)]
@@ -612,11 +634,14 @@ class Making(Lab):
 
 
 def test_a_section_is_made_of_what_the_runs_left(tmp_path, monkeypatch, undrawn):
-    monkeypatch.setattr(experiment, "kl_by_step", lambda run: [0.0, 1.5])
-    section = experiment.section(Making(tmp_path), Plan(seeds=(0, 1)))
+    monkeypatch.setattr(rlhf, "kl_by_step", lambda run: [0.0, 1.5])
+    section = experiment.section(Making(tmp_path), Plan(seeds=(0, 1), kept=None))
     assert [verdict.holds for verdict in section.verdicts][CLAIMS.index("zero")] is False
     assert "the stalest minibatch is 0, 1, 3, 7, 15, 63 updates old" in " ".join(section.tables)
-    assert "| Best of 2 | 2.7e-04 | none | 0.50 | 1.50 | yes |" in section.tables["Each loss as it was tuned"]
+    assert (
+        "| Best of 2 | 2.7e-04 | KL 0.1 in the loss | 0.50 | 1.50 | yes |"
+        in section.tables["Each loss as it was tuned"]
+    )
     matched = next(table for caption, table in section.tables.items() if "where the drift is 1 nat" in caption)
     assert "| CoPG | 0.61 (0.00) |  |  |  | 0.67 (0.00) | 0.67 (0.00) |" in matched
     assert section.notes[0].endswith("Not within: none.")
