@@ -13,6 +13,11 @@ ROWS = {  # how the row begins: (section, column, contenders in the order of the
         "reward 0.5 after, s",
         ["synchronous", "one step ahead", "continuous, k = 2", "TRL, GRPO"],
     ),
+    "in the same runs: accuracy": (
+        "real_model",
+        "accuracy, sampled",
+        ["synchronous", "one step ahead", "continuous, k = 2", "TRL, GRPO"],
+    ),
     "by its admission rule: largest staleness": (
         "peers",
         "largest",

@@ -317,7 +317,8 @@ def section(lab: Lab) -> Section:
         f"{_step_words()}. Scores come one by one, 1.5 ms apart, so groups wait: their tokens were {oldest:.2f} "
         f"steps old on average when they were trained on (bound {K}, after the first {2 * K} steps). "
         f"Learning rates: {chosen}, the best at which the synchronous baseline is stable over seeds "
-        f"{SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}; verdicts are on {len(SEEDS)} other seeds. "
+        f"{SWEEP_SEEDS[0]} to {SWEEP_SEEDS[-1]}; a second condition on them was dropped after the runs of its choice, "
+        f"1e-3 on the mixture, were seen (its README). Verdicts are on {len(SEEDS)} other seeds. "
         f"A run is unstable if its training reward, averaged over {WINDOW} steps, falls more than {UNSTABLE} below its "
         "best so far.",
         tables={

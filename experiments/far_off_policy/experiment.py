@@ -289,7 +289,7 @@ def section(lab: Lab) -> Section:
             "VCPO is its ratios of whole completions and its learning rate; its baseline, which costs a backward pass "
             "for each completion (`loss.baseline`), is left out.",
             "The limit of no staleness is exact: at max_staleness 0 a run has the bits of the synchronous trainer "
-            "(`tests/integration/test_sync_equals_reference.py`), whatever the loss.",
+            "(`tests/integration/test_sync_equals_reference.py` has GRPO's).",
         ],
     )
 

@@ -373,8 +373,9 @@ def told(runs: Runs, bound: Runs, timings: Timings, config: RunConfig) -> Sectio
         setup=f"`tldr_mini` with Online DPO, {config.steps} steps of {config.groups_per_step} pairs, each trained on "
         "once, at most one step stale; with 4 completions, half the steps at half the learning rate. "
         f"{len(SEEDS)} seeds, a reward model for each. What idle generators buy is asked where training takes longer "
-        f"than generating: a policy of 2.6 M parameters behind prompts of {len(PREAMBLE)} more tokens. Win rate is "
-        "gold's against the references, drift the KL from "
+        f"than generating: a policy of 2.6 M parameters behind prompts of {len(PREAMBLE)} more tokens; this set-up is "
+        "the third (its README has what was wrong with the others). Win rate is gold's against the references, drift "
+        "the KL from "
         f"the SFT policy in nats per completion, both on {config.evaluation.num_prompts} held-out prompts x "
         f"{config.evaluation.num_samples} completions, at {NUM_POINTS} checkpoints. Equal win rate: "
         f"{SHARE_OF_GAIN:.0%} of the smallest best gain of the runs compared.",

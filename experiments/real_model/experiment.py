@@ -37,7 +37,8 @@ def section(lab: Lab, scale: Scale | None = None) -> Section:
         question="Does what holds for models of a million parameters hold for one of 135 M that people use, and how "
         "does it compare with TRL on the same model, data, reward, loss and learning rate?",
         setup="SmolLM2-135M-Instruct (from its four-bit package), all weights trained in float32, on word problems of "
-        f"one step through its chat template. {scale.steps} steps of 4 prompts x 8 completions of at most 16 tokens, "
+        "one step through its chat template (GSM8K-like ones of reasoning-gym are too hard for it). "
+        f"{scale.steps} steps of 4 prompts x 8 completions of at most 16 tokens, "
         f"GRPO, learning rate 2e-5, seeds {', '.join(map(str, scale.seeds))}, one run at a time, contenders in turn; "
         f"{trl}. Every prompt of training is new. Accuracy is on {HELD_OUT} held-out problems with pairs of numbers "
         f"that training never has, answered by our engine for all: it begins at {greedy:.3f} greedily and "

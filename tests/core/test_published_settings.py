@@ -91,6 +91,7 @@ PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
         ("trainer.epochs", 1, f"{TABLE_4}: number of PPO epochs"),
         ("trainer.optimizer.lr", 3e-6, f"{TABLE_4}: learning rate"),
         ("trainer.optimizer.schedule", "linear", f"{TABLE_4}: learning rate schedule"),
+        ("trainer.optimizer.max_grad_norm", 1.0, "transformers' default, which the trainer of one vLLM applies"),
         ("gold.models.0.path", "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr", "configs/evaluate_tldr.yml"),
         ("eval.sets.0.split", "validation", "generate_for_eval.py: split"),
         ("eval.every", 256 // 4, "configs/onlinedpo_pythia1b_tldr.yml: save_steps 0.25"),
@@ -195,6 +196,8 @@ def test_what_the_first_lines_show_can_be_run(command: str) -> None:
     check_loss(config)
     if config.loss.name == "ppo":
         assert config.critic.optimizer == config.trainer.optimizer, "both codes have one optimizer for both models"
+    if config.loss.name == "ppo" and config.recipe != "math":
+        assert config.critic.score_place == "after_last", "both codes: actual_end is the place after the last token"
     if config.recipe == "no_robots" and config.loss.name == "ppo":
         assert config.kl.coef == 0.01, "A.2, PPO"
         assert config.loss.whiten_advantages == "batch", "open-instruct, ppo_vllm_thread.py: masked_whiten"
