@@ -784,6 +784,29 @@ def test_a_row_without_a_column_that_is_needed_is_named(tokenizer: PreTrainedTok
             build_prompts(config, tokenizer)
 
 
+@pytest.mark.parametrize("answer_column", ["answer", "gold"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_whole_chat_has_the_answer_that_is_needed(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, answer_column: str, streaming: bool
+) -> None:
+    rows = [
+        {"chat": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(300)
+    ]
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    columns = {"dataset": path, "messages_column": "chat", "answer_column": answer_column, "streaming": streaming}
+    config = run_config(**columns, num_eval=1)
+    made = build_prompts(config, tokenizer, needed={"answer": "it", answer_column: "it"})
+    assert {prompt.answer for prompt in made.eval} <= {f"a{i}" for i in range(300)}
+    with pytest.raises(ConfigError, match="line 1 has no column 'other', which it needs"):
+        build_prompts(config, tokenizer, needed={"other": "it"})
+    if not streaming:
+        tables = config.model_dump() | {"warm_start": {"steps": 1}}
+        check_demonstrations(RunConfig.model_validate(tables), build_prompts(resolve(tables), tokenizer).train.prompts)
+    write_rows(tmp_path / "chats.jsonl", [{"prompt": "q"}, *rows])
+    with pytest.raises(ConfigError, match=f"line 1 has no column '{answer_column}', which it needs"):
+        build_prompts(config, tokenizer, needed={"answer": "it"})
+
+
 def test_a_fresh_models_alphabet_has_every_character_of_prompts_and_demonstrations(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

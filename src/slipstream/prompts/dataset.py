@@ -49,7 +49,8 @@ def _check_columns(
     """Raise ConfigError for a column that a row lacks and that is `needed`; 'answer' is that of `answer_column`."""
     for name, why in needed.items():
         own = config.answer_column if name == "answer" else name
-        if own not in record and (name == "answer" or name not in row.columns):
+        is_of_row = row.answer is not None if name == "answer" else name in row.columns  # a whole chat is split there
+        if own not in record and not is_of_row:
             is_template = why.endswith(".template") and config.answer_column in record
             hint = f"write {why} = '{{answer}}'" if is_template else "a parameter with a default needs no column"
             what = f"{where} has no column '{own}', which {why} needs"
