@@ -27,7 +27,15 @@ from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.tokenizer import CharTokenizer
-from slipstream.prompts import PromptStream, build_prompts, count_overlap, dataset, demonstrations, task_table
+from slipstream.prompts import (
+    PromptStream,
+    build_prompts,
+    count_overlap,
+    dataset,
+    demonstrations,
+    held_out_prompts,
+    task_table,
+)
 from slipstream.prompts.build import check_demonstrations
 from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
@@ -479,6 +487,61 @@ def test_missing_datasets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mo
     for name in ("data/train.csv", "train.v2", "data/train.jsonl"):
         with pytest.raises(ConfigError, match="not found"):
             build_prompts(run_config(dataset=name, num_eval=1), tokenizer)
+
+
+def write_configurations(folder: Path, **texts: str) -> str:
+    """A folder with a configuration for each keyword, which has one split `train` of two prompts."""
+    folder.mkdir()
+    named = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in texts)
+    (folder / "README.md").write_text(f"---\nconfigs:\n{named}---\n")
+    for name, text in texts.items():
+        write_rows(folder / f"{name}.jsonl", [{"prompt": f"{text} {i}"} for i in range(2)])
+    return str(folder)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_configuration_is_that_of_its_data_set_alone(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, streaming: bool
+) -> None:
+    several = write_configurations(tmp_path / "several", main="one", other="two")
+    single = write_configurations(tmp_path / "single", default="three")
+    of_main: dict[str, object] = {"dataset": several, "dataset_config": "main", "streaming": streaming}
+    made = build_prompts(run_config(**of_main, eval_dataset=single, num_eval=2), tokenizer)
+    assert [one.text for one in made.eval] == ["three 0", "three 1"]
+    assert sorted(one.text for one in made.train.prompts[:2]) == ["one 0", "one 1"]
+    for of_set, text in (
+        ({"dataset": single}, "three"),
+        ({"dataset": several, "dataset_config": "other"}, "two"),
+        ({"dataset": several, "dataset_config": "main"}, "one"),
+    ):
+        tables = run_config(**of_main, num_eval=2).model_dump()
+        tables["eval"]["sets"] = [{"name": "own", "split": "train", **of_set}]
+        held_out = held_out_prompts(RunConfig.model_validate(tables).for_set("own"), tokenizer, None, None)
+        assert [one.text for one in held_out] == [f"{text} 0", f"{text} 1"]
+
+
+def test_a_folder_that_the_library_cannot_read_is_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    import datasets
+
+    several = write_configurations(tmp_path / "several", main="one", other="two")
+    with pytest.raises(ConfigError, match=r"(?s)Config name is missing.*prompts\.dataset_config"):
+        build_prompts(run_config(dataset=several, num_eval=1), tokenizer)
+    newer = tmp_path / "newer"
+    datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(str(newer))
+    info = newer / "dataset_info.json"
+    info.write_text(info.read_text().replace('"Value"', '"Novel"'))
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "state.json").write_text("{}")
+    unrelated = tmp_path / "unrelated"
+    unrelated.mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (unrelated / name).write_text("{}")
+    for folder, said in ((newer, "'Novel' not found"), (others, "FileNotFoundError"), (unrelated, "KeyError")):
+        with pytest.raises(ConfigError, match="cannot be loaded") as refused:
+            build_prompts(run_config(dataset=str(folder), num_eval=1), tokenizer)
+        assert said in str(refused.value)
+        assert "hf download" not in str(refused.value)
 
 
 def test_a_folder_that_is_none_of_a_dataset_is_not_searched_for_minutes(
