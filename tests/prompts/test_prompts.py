@@ -718,6 +718,9 @@ def test_rows_without_two_periods_are_left_out(tokenizer: PreTrainedTokenizerFas
     config = run_config(dataset=write_rows(tmp_path / "b.jsonl", rows), between_periods=True, num_eval=1)
     made = build_prompts(config, tokenizer)
     assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == [" First one.", " Second one."]
+    config = run_config(dataset=write_rows(tmp_path / "c.jsonl", rows[1:2]), between_periods=True, num_eval=1)
+    with pytest.raises(ConfigError, match=r"(?s)no rows.*no prompt with two periods.*prompts\.between_periods"):
+        build_prompts(config, tokenizer)
 
 
 def test_a_query_that_is_cut_ends_with_its_last_whole_sentence(
