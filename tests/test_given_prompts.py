@@ -45,6 +45,26 @@ def test_columns_that_were_named_stay(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b" / PROMPTS_FILE).read_text().splitlines()[0]) == {"question": "x"}
 
 
+@pytest.mark.parametrize("is_resolved", [False, True])
+def test_how_a_recipe_reads_its_own_data_goes_with_them(is_resolved: bool, tmp_path: Path) -> None:
+    reading = {"dataset_config": "main", "dataset_split": "test", "streaming": True}
+    reading |= {"messages_column": "chat", "between_periods": True}
+    recipe = {"prompts": {"dataset": "org/name", "identity": "row", "num_eval": 2, **reading}, "eval.num_prompts": 2}
+    recipe = resolve(recipe) if is_resolved else recipe
+    config = api._with_prompts(api._resolved(recipe, None, None, ROWS), ["no period", "at all"], tmp_path, {})
+    assert config.prompts.identity == "row"
+    assert {name: getattr(config.prompts, name) for name in reading} == {
+        "dataset_config": None,
+        "dataset_split": "train",
+        "streaming": False,
+        "messages_column": None,
+        "between_periods": False,
+    }
+    assert len(build_prompts(config, CharTokenizer()).all) == 2
+    kept = given(tmp_path / "b", ["x. one. y", "x. two. y"], {"prompts.between_periods": True})
+    assert kept.prompts.between_periods, "whoever gives the prompts has named it"
+
+
 def test_chats_are_rows_with_their_messages_as_the_prompt(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
     api._check_prompts([chat, tuple(chat), "x"])

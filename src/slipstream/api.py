@@ -111,9 +111,9 @@ def run(
     the policy's turns; they run in this process, and the first and the last replace the terms, too. `callbacks`
     (methods or keys `on_step`, `on_eval`, `on_checkpoint`) hear of the run in a thread, and end it by returning "stop".
     `prompts` (strings, chats, rows with `prompt` and `answer`) replace the config's; a tenth is held out, at most
-    `prompts.num_eval`. Columns and held-out data that tables or `overrides` name stay. `out` is the run's new folder;
-    `resume` goes on with the run there, from its last checkpoint or stage; `overrides` may change `RESUMED_WITH` of
-    `core.recipes`. `pipeline` replaces the default. The groups of `cluster` (`launch.cluster_of`) join the run.
+    `prompts.num_eval`. Columns, ways to read and held-out data that tables or `overrides` name stay. `out` is the new
+    folder; `resume` goes on with the run there, from its last checkpoint or stage; `overrides` may change
+    `RESUMED_WITH` of `core.recipes`. `pipeline` replaces the default. Groups of `cluster` (`launch.cluster_of`) join.
 
     Raises ConfigError before anything starts; ExecutorDied or another SlipstreamError when the run fails (its files
     stay, and `summary.json` says `failed`). In the main thread SIGINT, SIGTERM and SIGHUP end the run
@@ -351,12 +351,13 @@ def _check_prompts(prompts: Sequence[GivenPrompt]) -> None:
             raise ConfigError(f"prompts[{index}] is no prompt", got=type(row).__name__, allowed=allowed)
 
 
-_KEPT = ("prompt_column", "answer_column", "eval_dataset", "num_train")
+_READING = ("dataset_config", "dataset_split", "streaming", "messages_column", "between_periods")
+_KEPT = ("prompt_column", "answer_column", "eval_dataset", "num_train", *_READING)
 
 
 def _kept(layers: Sequence[object]) -> dict[str, Any]:
-    """Return what tables and overrides, not a recipe, say of columns, numbers and held-out data: `prompts` replaces the
-    rest."""
+    """Return what tables and overrides, not a recipe, say of columns, numbers, held-out data and how rows are read:
+    `prompts` replaces the rest."""
     found: dict[str, Any] = {}
     for one in layers:
         if isinstance(one, RunConfig) and one.prompts.num_train != PromptsConfig.model_fields["num_train"].default:
@@ -381,6 +382,7 @@ def _with_prompts(
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
     replace_file(path, "".join(lines).encode())
     tables = config.model_dump()
+    tables["prompts"] |= {name: kept.get(name, PromptsConfig.model_fields[name].default) for name in _READING}
     tables["prompts"] |= {
         "tasks": [],
         "dataset": str(path),

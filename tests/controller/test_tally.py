@@ -106,6 +106,15 @@ def test_of_the_answers_of_an_evaluation_those_that_are_shown_are_kept() -> None
     assert [one.ordinal for one in tally.evaluations[4].scores] == list(range(NUM_SHOWN))
 
 
+def test_answers_are_kept_of_the_first_version_and_the_newest() -> None:
+    tally = Tally(resolve("quickstart"), started_s=0.0)
+    for version in (0, 4, 12, 8):  # an evaluation may end behind a later one
+        scores = [answer(0, 0.0)]
+        tally.take(EvaluationDone(version, GREEDY, measured(scores, None), scores))
+    assert {version: len(found.scores) for version, found in tally.evaluations.items()} == {0: 1, 4: 0, 12: 1, 8: 0}
+    assert all(tally.knows(version, "", GREEDY) for version in (0, 4, 8, 12))
+
+
 def test_an_older_run_s_evaluations_are_recalled() -> None:
     tally = Tally(resolve("quickstart"), started_s=0.0)
     tally.recall({"step": 4, "version": 4, "eval_accuracy": 0.5})

@@ -74,6 +74,21 @@ def test_another_path_leaves_the_revision_behind() -> None:
     assert resolve(recipe, {"model": {"revision": "tag"}}).model.revision == "tag"
 
 
+def test_another_data_set_leaves_configuration_and_split_behind() -> None:
+    of_data = {"dataset": "org/name", "dataset_config": "main", "dataset_split": "test"}
+    recipe = {"prompts": of_data, "sft": of_data, "stages": ["sft", "rl"], "model": {"path": "stage:sft"}}
+
+    def read(over: dict[str, Any]) -> list[tuple[str | None, str | None]]:
+        found = resolve(recipe, over)
+        return [(one.dataset_config, one.dataset_split) for one in (found.prompts, found.sft)]
+
+    assert read({"prompts": {"num_eval": 500}}) == [("main", "test"), ("main", "test")]
+    assert read({"prompts": {"dataset": "org/name"}}) == [("main", "test"), ("main", "test")]
+    assert read({"prompts": {"dataset": "folder"}, "sft": {"dataset": "folder"}}) == [(None, "train"), (None, None)]
+    assert read({"prompts": {"dataset": "folder", "dataset_config": "own"}})[0] == ("own", "train")
+    assert read({"prompts": {"dataset_split": "train"}})[0] == ("main", "train")
+
+
 def test_recipes_are_found_by_name_and_by_path(shelf: Path) -> None:
     assert [(r.name, r.description) for r in list_recipes()] == [("small", "Spells words backward.")]
     assert load_recipe("small") == load_recipe(shelf / "small.toml")

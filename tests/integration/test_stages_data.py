@@ -20,6 +20,7 @@ from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
 from slipstream.stages.named import resolve
 from slipstream.stages.preference_data import positions_from
+from slipstream.stages.sft import stage_demonstrations
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 CHAT_TEMPLATE = (
@@ -137,6 +138,42 @@ def test_demonstrations_that_cannot_be_split(policy: Path, tmp_path: Path) -> No
     tables["sft"]["held_out"] = 0.6
     with pytest.raises(ConfigError, match="no demonstrations to train on"):
         slipstream.run(tables, out=tmp_path / "none", display=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "own", "found"),
+    [
+        ("sft", {}, r"no split 'test'"),
+        ("sft", {"dataset_split": "train_sft"}, ["c"]),
+        ("sft", {"dataset_split": "train_sft", "dataset_config": "other"}, r"'other' not found.*sft\.dataset_config"),
+        ("prompts", {}, ["a"]),
+        ("prompts", {"dataset_config": "other", "dataset_split": "train"}, ["b"]),
+    ],
+)
+def test_demonstrations_are_of_their_own_configuration_and_split(
+    source: str, own: dict[str, str], found: str | list[str], tmp_path: Path
+) -> None:
+    """Those of [prompts] count where they are of the same data set, its split also of another one."""
+    files = {"prompts": {"main": ("test", "a"), "other": ("train", "b")}, "sft": {"default": ("train_sft", "c")}}
+    for folder, configurations in files.items():
+        (tmp_path / folder).mkdir()
+        named = "".join(
+            f"- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {name}.jsonl\n"
+            for name, (split, _) in configurations.items()
+        )
+        (tmp_path / folder / "README.md").write_text(f"---\nconfigs:\n{named}---\n")
+        for name, (_, text) in configurations.items():
+            write(tmp_path / folder / f"{name}.jsonl", [{"prompt": "q", "completion": text}])
+    prompts = {"dataset": str(tmp_path / "prompts"), "dataset_config": "main", "dataset_split": "test"}
+    tables = {"stages": ["sft", "rl"], "model": {"path": "stage:sft"}, "prompts": prompts}
+    config = resolve(tables | {"sft": {"dataset": str(tmp_path / source), **own}})
+    tokenizer = char_tokenizer()
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=f"(?s){found}"):
+            stage_demonstrations(config, tokenizer)
+        return
+    learned, _ = stage_demonstrations(config, tokenizer)
+    assert [tokenizer.decode(completion[:-1]) for _, completion in learned] == found
 
 
 def test_references_score_zero_on_average_under_reference_bias(tmp_path: Path) -> None:

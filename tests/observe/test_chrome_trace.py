@@ -10,6 +10,7 @@ from trace_format import check_trace, load_trace
 from written import EVENTS, began
 
 from slipstream.core.clock import VirtualClock
+from slipstream.observe import chrome_trace
 from slipstream.observe.attempts import read_attempts
 from slipstream.observe.chrome_trace import SNAP_NS, merge_timelines
 from slipstream.observe.group_flow import MAX_POINTS, read_group_flow
@@ -313,6 +314,16 @@ def test_a_process_that_was_killed_and_one_that_wrote_nonsense_are_drawn_as_far_
     write_lines(tmp_path / "timeline" / "rewards.jsonl", [a_slice("score", 1, 2)], torn=zeros)
     events = load_trace(merge_timelines(tmp_path))["traceEvents"]
     assert [(e["name"], e["dur"]) for e in events if e["ph"] == "X"] == [("decode", 5000.0), ("score", 1000.0)]
+
+
+def test_a_process_that_still_writes_is_drawn_as_far_as_it_was_read(tmp_path: Path):
+    path = tmp_path / "timeline" / "trainer.jsonl"
+    lines = [a_start("trainer", 0.0), a_slice("collate", 1, 2), a_slice("publish", 2, 3)]
+    write_lines(path, lines)
+    (track,) = chrome_trace._read_tracks(read_attempts(tmp_path)).values()
+    assert track.keep(0) == 0
+    write_lines(path, [*lines, a_slice("collate", 3, 4)])
+    assert [event["name"] for _, event in chrome_trace._slices(track)] == ["collate", "publish"]
 
 
 def test_two_processes_that_wrote_to_one_file_at_once_take_turns(tmp_path: Path):

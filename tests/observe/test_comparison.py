@@ -380,6 +380,32 @@ def test_fields_that_a_checkpoint_excludes_are_no_differences(make: Make, tmp_pa
     assert "model.intermediate_size" not in changed, "nor is it one from the default"
 
 
+def test_adapters_and_a_chat_template_are_differences_over_a_checkpoint_too(make: Make, tmp_path: Path) -> None:
+    a, b = make("a"), make("b")
+    for run_dir, rank in ((a, 8), (b, 4)):
+        model = f'path = "org/base"\nchat_template = "{rank}"\nhidden_size = {rank}\n[model.lora]\nrank = {rank}\n'
+        (run_dir / "config.toml").write_text(f'recipe = "r"\n[model]\n{model}')
+    page = write_comparison([a, b], out=tmp_path / "page.html")
+    found = rows(card(body(page), "Configuration"))
+    assert found["model.lora.rank"][:2] == ["8", "4"]
+    assert found["model.chat_template"][:2] == ["8", "4"]
+    assert "model.hidden_size" not in found
+    changed = rows(next(card(body(slipstream.report(a)), "Configuration").iter("table")))
+    assert {"model.lora.rank", "model.chat_template"} <= changed.keys()
+
+
+@pytest.mark.parametrize(("start", "is_fresh"), [("", True), ('[sft]\npath = "org/base"\n', False)])
+def test_a_fresh_model_of_a_stage_has_its_sizes_from_the_recipe(
+    make: Make, tmp_path: Path, start: str, is_fresh: bool
+) -> None:
+    a, b = make("a"), make("b")
+    for run_dir, size in ((a, 128), (b, 512)):
+        text = f'recipe = "r"\n[model]\npath = "stage:dpo"\nhidden_size = {size}\n[dpo]\npath = "stage:sft"\n{start}'
+        (run_dir / "config.toml").write_text(text)
+    found = rows(card(body(write_comparison([a, b], out=tmp_path / "page.html")), "Configuration"))
+    assert ("model.hidden_size" in found) == is_fresh
+
+
 def test_win_rates_lie_over_kl_where_both_were_measured(make: Make, tmp_path: Path) -> None:
     a, b, c = make("a"), make("b"), make("c")
     add_evaluation(a, (0.0, 0.2), (5.0, 0.6))
@@ -402,7 +428,14 @@ def test_win_rates_lie_over_kl_where_both_were_measured(make: Make, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("field", "are_alike"), [("timeout_s = 3.0", False), ("num_workers = 2\nmodel_ranks = 2\ndevice = 'cuda'", True)]
+    ("field", "are_alike"),
+    [
+        ("timeout_s = 3.0", False),
+        ("num_workers = 2\nmodel_ranks = 2\ndevice = 'cuda'", True),
+        ("[environment]\nclass_path = 'maze.py:Maze'", False),
+        ("[environment.parameters]\nsize = 9", False),
+        ("[environment]\nnum_workers = 4\ndry_run = false", True),
+    ],
 )
 def test_rewards_that_are_not_the_same_thing_are_not_raced(
     make: Make, tmp_path: Path, field: str, are_alike: bool
@@ -412,6 +445,28 @@ def test_rewards_that_are_not_the_same_thing_are_not_raced(
     text = "".join(body(write_comparison([a, b], out=tmp_path / "page.html")).itertext())
     assert ("RL until" in text) == are_alike
     assert ("Prompts or rewards differ" in text) != are_alike
+
+
+@pytest.mark.parametrize(
+    ("field", "are_alike"),
+    [
+        ("measure = 'task'", False),
+        ("[[eval.sets]]\nname = 'own'\ndataset = 'own.jsonl'", False),
+        ("num_slots = 8", True),
+    ],
+)
+def test_held_out_scores_of_other_sets_or_measures_are_never_bold(
+    make: Make, tmp_path: Path, field: str, are_alike: bool
+) -> None:
+    a, b = make("a"), make("b", change=slower)
+    (b / "config.toml").write_text(f'recipe = "quickstart"\n[eval]\n{field}\n')
+    weaker = Evaluations(before=None, after=Evaluation(0.2, None, 500))
+    write_summary(make_summary(eval=weaker), b / "summary.json")
+    root = body(write_comparison([a, b], out=tmp_path / "page.html"))
+    assert ("93.4%" in ["".join(one.itertext()) for one in card(root, "Outcomes").iter("b")]) == are_alike
+    text = "".join(root.itertext())
+    assert ("Held-out sets or their measures differ" in text) != are_alike
+    assert "RL until" in text, "their rewards are of one kind"
 
 
 def test_names_are_escaped_and_as_short_as_they_can_be(make: Make, tmp_path: Path) -> None:

@@ -240,6 +240,16 @@ def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_of_a_trackers_files_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match="not installed"):
+        check_trackers(resolve("quickstart", {"trackers": {"names": ["trackio"]}}).trackers)
+    (tmp_path / "trackio" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check_trackers(resolve("quickstart", {"trackers": {"names": ["trackio"]}}).trackers)
+
+
 def test_a_tracker_that_is_not_known_or_named_twice_is_refused():
     for names, match in ((["comet"], "comet"), (["wandb", "wandb"], "twice")):
         with pytest.raises(ConfigError, match=match):

@@ -143,6 +143,27 @@ def test_what_other_sites_make_a_browser_ask_is_refused(page: Watch, site: str, 
 
 
 @pytest.mark.parametrize(
+    ("path", "mode", "to", "status"),
+    [
+        ("/", "navigate", "document", 200),
+        ("/", "navigate", "iframe", 403),
+        ("/", "no-cors", "script", 403),
+        ("/", "navigate", "", 403),
+        ("/api/run", "navigate", "document", 403),
+        ("/js/main.js", "navigate", "document", 403),
+    ],
+)
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_another_site_may_link_to_the_page_alone(
+    page: Watch, path: str, mode: str, to: str, status: int, site: str
+) -> None:
+    """As a notebook's server or a chat does: browsers tell of it with these headers."""
+    found, _ = ask(page, path, Sec_Fetch_Site=site, Sec_Fetch_Mode=mode, Sec_Fetch_Dest=to)
+    assert found.status == status
+    assert ask(page, path, Host="evil.example", Sec_Fetch_Mode=mode, Sec_Fetch_Dest=to)[0].status == 403
+
+
+@pytest.mark.parametrize(
     "path",
     ["/nothing", "/api/", "/api/run/../loop", "/js/../page.html", "/js/%2e%2e/page.html", "/../../etc/passwd",
      "//etc/passwd", "/api/live/x", "/page.html"],

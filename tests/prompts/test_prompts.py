@@ -27,7 +27,15 @@ from slipstream.core.sections import PromptsConfig, TaskConfig
 from slipstream.core.stage_sections import DemonstrationConfig, WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.tokenizer import CharTokenizer
-from slipstream.prompts import PromptStream, build_prompts, count_overlap, dataset, demonstrations, task_table
+from slipstream.prompts import (
+    PromptStream,
+    build_prompts,
+    count_overlap,
+    dataset,
+    demonstrations,
+    held_out_prompts,
+    task_table,
+)
 from slipstream.prompts.build import check_demonstrations
 from slipstream.prompts.dataset import between_periods
 from slipstream.prompts.rows import normalise_text, to_json_types
@@ -481,6 +489,61 @@ def test_missing_datasets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, mo
             build_prompts(run_config(dataset=name, num_eval=1), tokenizer)
 
 
+def write_configurations(folder: Path, **texts: str) -> str:
+    """A folder with a configuration for each keyword, which has one split `train` of two prompts."""
+    folder.mkdir()
+    named = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in texts)
+    (folder / "README.md").write_text(f"---\nconfigs:\n{named}---\n")
+    for name, text in texts.items():
+        write_rows(folder / f"{name}.jsonl", [{"prompt": f"{text} {i}"} for i in range(2)])
+    return str(folder)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_configuration_is_that_of_its_data_set_alone(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, streaming: bool
+) -> None:
+    several = write_configurations(tmp_path / "several", main="one", other="two")
+    single = write_configurations(tmp_path / "single", default="three")
+    of_main: dict[str, object] = {"dataset": several, "dataset_config": "main", "streaming": streaming}
+    made = build_prompts(run_config(**of_main, eval_dataset=single, num_eval=2), tokenizer)
+    assert [one.text for one in made.eval] == ["three 0", "three 1"]
+    assert sorted(one.text for one in made.train.prompts[:2]) == ["one 0", "one 1"]
+    for of_set, text in (
+        ({"dataset": single}, "three"),
+        ({"dataset": several, "dataset_config": "other"}, "two"),
+        ({"dataset": several, "dataset_config": "main"}, "one"),
+    ):
+        tables = run_config(**of_main, num_eval=2).model_dump()
+        tables["eval"]["sets"] = [{"name": "own", "split": "train", **of_set}]
+        held_out = held_out_prompts(RunConfig.model_validate(tables).for_set("own"), tokenizer, None, None)
+        assert [one.text for one in held_out] == [f"{text} 0", f"{text} 1"]
+
+
+def test_a_folder_that_the_library_cannot_read_is_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    import datasets
+
+    several = write_configurations(tmp_path / "several", main="one", other="two")
+    with pytest.raises(ConfigError, match=r"(?s)Config name is missing.*prompts\.dataset_config"):
+        build_prompts(run_config(dataset=several, num_eval=1), tokenizer)
+    newer = tmp_path / "newer"
+    datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(str(newer))
+    info = newer / "dataset_info.json"
+    info.write_text(info.read_text().replace('"Value"', '"Novel"'))
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "state.json").write_text("{}")
+    unrelated = tmp_path / "unrelated"
+    unrelated.mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (unrelated / name).write_text("{}")
+    for folder, said in ((newer, "'Novel' not found"), (others, "FileNotFoundError"), (unrelated, "KeyError")):
+        with pytest.raises(ConfigError, match="cannot be loaded") as refused:
+            build_prompts(run_config(dataset=str(folder), num_eval=1), tokenizer)
+        assert said in str(refused.value)
+        assert "hf download" not in str(refused.value)
+
+
 def test_a_folder_that_is_none_of_a_dataset_is_not_searched_for_minutes(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,6 +718,9 @@ def test_rows_without_two_periods_are_left_out(tokenizer: PreTrainedTokenizerFas
     config = run_config(dataset=write_rows(tmp_path / "b.jsonl", rows), between_periods=True, num_eval=1)
     made = build_prompts(config, tokenizer)
     assert sorted(p.text for p in [*made.train.prompts, *made.eval]) == [" First one.", " Second one."]
+    config = run_config(dataset=write_rows(tmp_path / "c.jsonl", rows[1:2]), between_periods=True, num_eval=1)
+    with pytest.raises(ConfigError, match=r"(?s)no rows.*no prompt with two periods.*prompts\.between_periods"):
+        build_prompts(config, tokenizer)
 
 
 def test_a_query_that_is_cut_ends_with_its_last_whole_sentence(
@@ -782,6 +848,29 @@ def test_a_row_without_a_column_that_is_needed_is_named(tokenizer: PreTrainedTok
         config = RunConfig.model_validate(run_config(**columns).model_dump() | {"warm_start": warm_start})
         with pytest.raises(ConfigError, match=lacks + r"warm_start.demonstrations\[0\].template needs"):
             build_prompts(config, tokenizer)
+
+
+@pytest.mark.parametrize("answer_column", ["answer", "gold"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_whole_chat_has_the_answer_that_is_needed(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, answer_column: str, streaming: bool
+) -> None:
+    rows = [
+        {"chat": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(300)
+    ]
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    columns = {"dataset": path, "messages_column": "chat", "answer_column": answer_column, "streaming": streaming}
+    config = run_config(**columns, num_eval=1)
+    made = build_prompts(config, tokenizer, needed={"answer": "it", answer_column: "it"})
+    assert {prompt.answer for prompt in made.eval} <= {f"a{i}" for i in range(300)}
+    with pytest.raises(ConfigError, match="line 1 has no column 'other', which it needs"):
+        build_prompts(config, tokenizer, needed={"other": "it"})
+    if not streaming:
+        tables = config.model_dump() | {"warm_start": {"steps": 1}}
+        check_demonstrations(RunConfig.model_validate(tables), build_prompts(resolve(tables), tokenizer).train.prompts)
+    write_rows(tmp_path / "chats.jsonl", [{"prompt": "q"}, *rows])
+    with pytest.raises(ConfigError, match=f"line 1 has no column '{answer_column}', which it needs"):
+        build_prompts(config, tokenizer, needed={"answer": "it"})
 
 
 def test_a_fresh_models_alphabet_has_every_character_of_prompts_and_demonstrations(

@@ -249,6 +249,8 @@ class Tally:
         elif done.temperature == GREEDY:
             answers.greedy = done.found
             answers.scores = sorted(done.scores, key=lambda score: score.ordinal)[:NUM_SHOWN]
+            for version in self.evaluations.keys() - {0, max(self.evaluations)}:  # samples are of the first and last
+                self.evaluations[version].scores = []
         else:
             answers.sampled = done.found
 

@@ -300,6 +300,7 @@ class RunConfig(Section):
         source = (
             (chosen.dataset, chosen.dataset_config) if chosen.dataset else (prompts.dataset, prompts.dataset_config)
         )
+        own["dataset"] = source[0]  # whose configuration it is
         own |= {"eval_dataset": source[0], "dataset_config": source[1], "dataset_split": chosen.split}
         evaluation = self.eval.model_copy(update={"sets": [], "measure": self.eval.measure_of(name)})
         return self.model_copy(update={"prompts": prompts.model_copy(update=own), "eval": evaluation})

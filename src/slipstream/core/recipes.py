@@ -322,17 +322,20 @@ def validate(tables: Mapping[str, Any]) -> RunConfig:
         raise _as_config_error(invalid) from None
 
 
+_BELONGS = {"params": "name", "revision": "path", "dataset_config": "dataset", "dataset_split": "dataset"}
+"""Field -> the field of its section that names what it belongs to."""
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
     """Return `base` with the fields of `over` on top: sections of `model` merge field by field, the rest is replaced.
 
-    Where `over` names another loss than `base` does, the loss's `params` of `base` are dropped. A layer without a name
-    says nothing of whose they are, and keeps them. So it is with the revision of another model's path.
+    Where `over` names another loss, model or data set than `base` does, what `base` says of its own is dropped
+    (_BELONGS). A layer without a name says nothing of whose that is, and keeps it.
     """
     merged = dict(base)
-    if "params" in model.model_fields and "name" in base and over.get("name", base["name"]) != base["name"]:
-        merged.pop("params", None)
-    if "revision" in model.model_fields and over.get("path", base.get("path")) != base.get("path"):
-        merged.pop("revision", None)
+    for name, owner in _BELONGS.items():
+        if name in model.model_fields and base.get(owner) is not None and over.get(owner, base[owner]) != base[owner]:
+            merged.pop(name, None)
     for name, value in over.items():
         section = _section_of(model, name)
         below = merged.get(name)

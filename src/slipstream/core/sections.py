@@ -175,7 +175,7 @@ class PromptsConfig(Section):
     dataset: FilePath | None = Field(
         None, description="Path or hub id of a dataset with columns `prompt` and `answer`."
     )
-    dataset_config: str | None = Field(None, description="Configuration of a hub dataset that has several.")
+    dataset_config: str | None = Field(None, description="Configuration of `dataset`, and of no other data set.")
     dataset_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
     streaming: bool = Field(
         False,
@@ -243,6 +243,10 @@ class PromptsConfig(Section):
             allowed = "too_long = 'shorten' with a shorten_column, or neither"
             raise ConfigError("shortening prompts takes the column to shorten", got=got, allowed=allowed)
         return self
+
+    def config_of(self, source: str) -> str | None:
+        """Return the configuration to read of the data set `source`."""
+        return self.dataset_config if source == self.dataset else None
 
 
 class VLLMConfig(Section):

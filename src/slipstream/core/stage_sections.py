@@ -79,6 +79,10 @@ class SftConfig(Section):
     dataset: FilePath | None = Field(
         None, description="Dataset of demonstrations; null: the run's training prompts with `demonstrations`."
     )
+    dataset_config: str | None = Field(
+        None, description="Configuration of `dataset`; null: prompts.dataset_config where it is the same data set."
+    )
+    dataset_split: str | None = Field(None, description="Split of a Hugging Face `dataset`; null: that of [prompts].")
     prompt_column: str = Field("prompt", description="Column of `dataset` with a string or a list of chat messages.")
     completion_column: str = Field("completion", description="Column of `dataset` with the completion, as {answer}.")
     messages_column: str = Field(

@@ -241,7 +241,8 @@ def _names(run: str, tracks: Iterable[_Track]) -> Iterator[Event]:
 
 
 def _slices(track: _Track) -> Iterator[Timed]:
-    for is_kept, (_, start_ns, end_ns, record) in zip(track.is_kept.tolist(), track.slices(), strict=True):
+    # A process that still writes may have added slices since they were counted: these are left out.
+    for is_kept, (_, start_ns, end_ns, record) in zip(track.is_kept.tolist(), track.slices(), strict=False):
         if not is_kept:
             continue
         args = dict(record.args)

@@ -49,7 +49,8 @@ _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 def check_trackers(config: TrackersConfig) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
     for name in config.names:
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # without an origin it is a mere folder, such as that of its own files
             raise ConfigError(
                 f"the tracker '{name}' needs the package '{name}', which is not installed",
                 got=f"trackers.names = {config.names}",

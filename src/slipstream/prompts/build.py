@@ -478,9 +478,10 @@ def _check_num_eval(
     config: PromptsConfig, source: str, available: int, collector: _Collector, *, asked: str = "num_eval"
 ) -> None:
     if not collector.num_candidates:
-        raise ConfigError(
-            f"dataset '{source}' has no rows", got="nothing to read in it", allowed="one prompt a row, at least"
-        )
+        got, allowed = "nothing to read in it", "one prompt a row, at least"
+        if config.between_periods:
+            got, allowed = "no prompt with two periods", f"{allowed}, with two periods (prompts.between_periods)"
+        raise ConfigError(f"dataset '{source}' has no rows", got=got, allowed=allowed)
     if collector.num_too_long and collector.num_too_long + collector.num_duplicates == collector.num_candidates:
         what = f"all prompts of dataset '{source}' are over prompts.max_prompt_tokens"
         hint = "raise prompts.max_prompt_tokens, or see prompts.too_long"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ def read_rows(
 
     Or has not one of the columns `needed`, whose values say by what.
     """
-    records = read_records(source, config.dataset_config, config.dataset_split, is_streamed=config.streaming)
+    records = read_records(source, config.config_of(source), config.dataset_split, is_streamed=config.streaming)
     for where, record in records:
         row = row_of(record, config, template=template, where=where)
         if row is not None:
@@ -49,7 +49,8 @@ def _check_columns(
     """Raise ConfigError for a column that a row lacks and that is `needed`; 'answer' is that of `answer_column`."""
     for name, why in needed.items():
         own = config.answer_column if name == "answer" else name
-        if own not in record and (name == "answer" or name not in row.columns):
+        is_of_row = row.answer is not None if name == "answer" else name in row.columns  # a whole chat is split there
+        if own not in record and not is_of_row:
             is_template = why.endswith(".template") and config.answer_column in record
             hint = f"write {why} = '{{answer}}'" if is_template else "a parameter with a default needs no column"
             what = f"{where} has no column '{own}', which {why} needs"
@@ -168,7 +169,7 @@ def _folder(path: Path, name: str | None, split: str, *, is_streamed: bool) -> I
     import datasets
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        loaded = datasets.load_from_disk(str(path))
+        loaded = _loaded(str(path), datasets.load_from_disk)
         if isinstance(loaded, datasets.Dataset):
             return loaded  # type: ignore[no-any-return]
         return _split(loaded, split, source=str(path))
@@ -185,16 +186,25 @@ def _folder(path: Path, name: str | None, split: str, *, is_streamed: bool) -> I
 def _load(source: str, name: str | None, split: str, *, is_streamed: bool) -> Iterable[Mapping[str, Any]]:
     import datasets
 
-    try:
-        loaded = datasets.load_dataset(source, name, streaming=is_streamed)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # not found, a script, ...
-        raise ConfigError(
-            f"dataset '{source}' cannot be loaded",
-            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            hint=f"where there is a network, `hf download --repo-type dataset {source} --local-dir DIR` makes a folder "
-            "that can be named instead",
-        ) from error
+    loaded = _loaded(source, partial(datasets.load_dataset, name=name, streaming=is_streamed))
     return _split(loaded, split, source=source)
+
+
+def _loaded(source: str, load: Callable[[str], Any]) -> Any:
+    """Return `load(source)`, a function of `datasets`. ConfigError for whatever it cannot read."""
+    import datasets
+
+    try:
+        return load(source)
+    except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
+        download = f"`hf download --repo-type dataset {source} --local-dir DIR`"
+        hint = f"where there is a network, {download} makes a folder that can be named instead"
+        if Path(source).exists():
+            hint = "the library `datasets` does not read these files"
+        if str(error).startswith(("BuilderConfig", "Config name")):  # there is none of that name, or there are several
+            hint = "see prompts.dataset_config, sft.dataset_config, or dataset_config in eval.sets"
+        got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(f"dataset '{source}' cannot be loaded", got=got, hint=hint) from error
 
 
 def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Mapping[str, Any]]:
@@ -203,7 +213,7 @@ def _split(loaded: Mapping[str, Any], split: str, *, source: str) -> Iterable[Ma
             f"dataset '{source}' has no split '{split}'",
             split,
             loaded,
-            hint="see prompts.dataset_split, or split in eval.sets",
+            hint="see prompts.dataset_split, sft.dataset_split, or split in eval.sets",
         )
     records: Iterable[Mapping[str, Any]] = loaded[split]
     return records

@@ -147,7 +147,8 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[P
     template = Template.of(config.prompts)
     encoder = Encoder(reading, tokenizer)
     rows = []
-    for where, record in read_records(source, reading.dataset_config, reading.dataset_split):
+    name, split = sft.dataset_config or config.prompts.config_of(source), sft.dataset_split or reading.dataset_split
+    for where, record in read_records(source, name, split):
         row = row_of(record, reading, template=template, where=where)
         if row is not None and row.answer is None:
             allowed = f"a column '{sft.completion_column}', or chats in '{sft.messages_column}'"

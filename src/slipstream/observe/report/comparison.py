@@ -126,6 +126,8 @@ def _overview(runs: Sequence[Compared]) -> str:
     told = faster({one.name: one.run for one in runs})
     if not are_alike([one.run for one in runs]):
         told.append("Prompts or rewards differ, so rewards and held-out scores need not mean the same.")
+    elif not are_measured_alike([one.run for one in runs]):
+        told.append("Held-out sets or their measures differ, so held-out scores need not mean the same.")
     if resumed := [one.name for one in runs if one.run.num_attempts > 1]:
         told.append(f"Resumed: {', '.join(resumed)}. Curves over time leave out what was abandoned.")
     for one in runs:
@@ -252,7 +254,7 @@ class OutcomeRow(NamedTuple):
 def outcome_table(runs: Mapping[str, RunData]) -> str:
     several, line, percent = list(runs.values()), OutcomeRow, "{:.1%}".format
     batches = {(run.config.get("groups_per_step"), run.config.get("completions_per_group")) for run in several}
-    best_score, best_step = max if are_alike(several) else None, min if len(batches) == 1 else None
+    best_score, best_step = max if are_measured_alike(several) else None, min if len(batches) == 1 else None
     lines = [
         line("held-out accuracy before, greedy", lambda run: run.held_out[0].accuracy, percent),
         line("held-out accuracy after, greedy", lambda run: run.held_out_score, percent, best_score),
@@ -282,9 +284,14 @@ def _saved(run: RunData) -> float | None:
 
 
 def are_alike(runs: Sequence[RunData]) -> bool:
-    """Whether their rewards and held-out scores mean the same."""
+    """Whether their rewards mean the same."""
     terms = {run.terms for run in runs if run.terms}  # none of a run that ended before a step
     return len(terms) < 2 and all(run.rewarded == runs[0].rewarded for run in runs)
+
+
+def are_measured_alike(runs: Sequence[RunData]) -> bool:
+    """Whether their held-out scores mean the same."""
+    return are_alike(runs) and all(run.measured == runs[0].measured for run in runs)
 
 
 # The race

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import msgspec
 from pydantic import BaseModel
 
-from slipstream.core.config import JUST_RL, RunConfig
+from slipstream.core.config import JUST_RL, RunConfig, stage_of
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.files import load_json, no_run
 from slipstream.core.held_out import Measured
@@ -55,7 +55,10 @@ STALENESS = "staleness_tokens/lag_"
 READ_AHEAD = 1 << 18  # bytes that records of a timeline may lie apart from their order in time
 EXACT_BYTES = 1 << 27  # of decisions and timelines: of longer runs the times are those that the processes reported
 CALLS = {"num_workers", "num_threads", "max_awaited", "dry_call"}  # fields of `rewards` that change no reward
+EPISODES = {"num_workers", "verifiers_python", "dry_run"}  # and of `environment`
 MODELS = {"model_batch_size", "model_ranks", "model_tensor_parallel", "models_sharded", "device"}  # nor do these
+OF_ANY_MODEL = ("model.path", "model.revision", "model.chat_template", "model.lora")
+"""Fields of [model] that are not those of a fresh model alone."""
 MAX_PROCESSES = 12  # of more, the mean of a side's
 
 Seconds = Mapping[str, float]  # by state
@@ -189,12 +192,21 @@ class RunData:
     def recipe(self) -> str:
         return str(self.config.get("recipe", self.name))
 
+    @property
+    def first_checkpoint(self) -> str | None:
+        """Return `RunConfig.first_checkpoint`; what was saved need not fit the present schema."""
+        path: str | None = self.config.get("model", {}).get("path")
+        for stage in ("dpo", "sft"):
+            if stage_of(path) == stage:
+                path = self.config.get(stage, {}).get("path")
+        return path
+
     @cached_property
     def fields(self) -> dict[str, Any]:
         """The configuration as `section.field`, without what it does not use: a checkpoint excludes a fresh model."""
         found = flat(self.config)
-        fresh = [name for name in found if name.startswith("model.") and name not in ("model.path", "model.revision")]
-        unused = fresh if self.config.get("model", {}).get("path") is not None else []
+        fresh = [name for name in found if name.startswith("model.") and not name.startswith(OF_ANY_MODEL)]
+        unused = [] if self.first_checkpoint is None else fresh
         return {name: value for name, value in found.items() if name not in unused}
 
     @property
@@ -206,13 +218,21 @@ class RunData:
     def rewarded(self) -> object:
         """Return a value that is equal for runs whose rewards mean the same: the prompts' source, and what scores them.
 
-        Functions that were given from Python are known by the names of their `terms` alone.
+        What was given from Python is known by its name alone.
         """
         prompts, given = self.config.get("prompts"), self.path / "prompts.jsonl"
         if prompts is not None and given.is_file():  # its path is the run's own
             prompts = prompts | {"dataset": hashlib.sha256(given.read_bytes()).hexdigest()}
-        rewards = self.config.get("rewards") or {}
-        return prompts, {name: value for name, value in rewards.items() if name not in CALLS | MODELS}
+        return prompts, self._without("rewards", CALLS | MODELS), self._without("environment", EPISODES)
+
+    @property
+    def measured(self) -> object:
+        """Return a value that is equal for runs whose held-out scores are of one set and by one measure."""
+        evaluation = self.config.get("eval") or {}
+        return (evaluation.get("sets") or [])[:1], evaluation.get("measure")
+
+    def _without(self, section: str, names: Collection[str]) -> dict[str, Any]:
+        return {name: value for name, value in (self.config.get(section) or {}).items() if name not in names}
 
     @cached_property
     def terms(self) -> frozenset[str]:

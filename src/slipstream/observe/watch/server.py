@@ -8,7 +8,8 @@ Every connection has a thread, and there are at most `MAX_CONNECTIONS`, of which
 more thread reads the run's files: all clients share what it knows.
 
 Whoever can reach the port may read the run: it listens on loopback, which other users of the machine reach, too. What
-other sites make a browser ask is refused: by the name in `Host` (DNS rebinding) and by `Sec-Fetch-Site`.
+other sites make a browser ask is refused: by the name in `Host` (DNS rebinding) and by `Sec-Fetch-Site`. A link to the
+page may be on any site: a browser shows the site nothing of what it leads to.
 """
 
 from __future__ import annotations
@@ -251,11 +252,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        why = refusal(self.headers.get("Host", ""), self.headers.get("Sec-Fetch-Site", "none"))
+        url = urlsplit(self.path)
+        opened = [self.headers.get(f"Sec-Fetch-{name}") for name in ("Mode", "Dest")] == ["navigate", "document"]
+        fetch_site = "none" if opened and url.path == "/" else self.headers.get("Sec-Fetch-Site", "none")
+        why = refusal(self.headers.get("Host", ""), fetch_site)
         if why is not None:
             self._send(403, "text/plain; charset=utf-8", why.encode())
             return
-        url = urlsplit(self.path)
         if (asset := self.server.assets.get(url.path)) is not None:
             self._send(200, *asset)
         elif url.path == "/api/live":
