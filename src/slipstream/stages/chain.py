@@ -203,7 +203,7 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
     Interrupts end the run early, its status then 'interrupted': resumed, RL goes on from its last checkpoint, any other
     stage begins anew.
     """
-    if not (run_dir / "config.toml").exists():
+    if not _has_begun_rl(run_dir) or is_rl_done(config, run_dir):  # else RL compares it with what was saved
         save_config(config, run_dir / "config.toml")
     told: dict[str, Any] = {}
     for stage in config.stages:
@@ -241,13 +241,17 @@ def is_done(stage: str, run_dir: Path) -> bool:
     return (run_dir / EVALUATION_FILE if stage == "evaluate" else record_path(run_dir, stage)).is_file()
 
 
+def _has_begun_rl(run_dir: Path) -> bool:
+    return (run_dir / "ledger.jsonl").exists() or bool(newest_first(run_dir / "checkpoints"))  # these need the ledger
+
+
 def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     if is_rl_done(config, run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
     local = with_folders(with_stage_paths(config, run_dir))
     check(local, given=given.functions, environments=given.environments, remote=given.remote)
-    if (run_dir / "ledger.jsonl").exists() or newest_first(run_dir / "checkpoints"):  # these need the ledger
+    if _has_begun_rl(run_dir):
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)
 
