@@ -315,6 +315,14 @@ class RunConfig(Section):
         asked = self.evaluation.num_prompts
         return 200 if asked is None and not self.eval.sets else asked
 
+    def with_longest_prompt(self, num_tokens: int) -> RunConfig:
+        """Return the configuration with the longest prompt that there is, where no limit was asked for: slots are as
+        long as it takes."""
+        if self.prompts.max_prompt_tokens is not None:
+            return self
+        prompts = self.prompts.model_copy(update={"max_prompt_tokens": num_tokens})
+        return self.model_copy(update={"prompts": prompts})
+
     def longest_prompt(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt that is taken, in a model of so many positions."""
         asked = self.prompts.max_prompt_tokens

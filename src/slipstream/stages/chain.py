@@ -67,7 +67,7 @@ def check_stages(
     if "rl" in config.stages:
         check(config, given=given, environments=environments, remote=remote)
         if config.computes_on_gpu:
-            _check_shares(config, config.prompts.max_prompt_tokens or 1, remote)  # again when prompts are read
+            _check_shares(config.with_longest_prompt(1), remote)  # again when prompts are read
     else:
         check_model_path(config)
         check_remote(config, remote)
@@ -86,12 +86,11 @@ def check_stages(
         build_judge(config.judge)
 
 
-def _check_shares(config: RunConfig, longest_prompt: int, remote: Collection[str]) -> None:
-    """Raise ConfigError where both sides do not fit one GPU with prompts of so many tokens."""
+def _check_shares(config: RunConfig, remote: Collection[str]) -> None:
+    """Raise ConfigError where both sides do not fit one GPU."""
     from slipstream.plan.one_gpu import with_shares
 
-    prompts = config.prompts.model_copy(update={"max_prompt_tokens": longest_prompt})
-    with_shares(config.model_copy(update={"prompts": prompts}), remote=remote)
+    with_shares(config, remote=remote)
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -145,7 +144,7 @@ def _check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         if "rl" in config.stages and config.warm_start.steps:
             check_demonstrations(config, prompts.train.prompts)
         if "rl" in config.stages and config.computes_on_gpu:
-            _check_shares(config, config.prompts.max_prompt_tokens or prompts.report.longest, given.remote)
+            _check_shares(config.with_longest_prompt(prompts.report.longest), given.remote)
         if (asked := _referred(config)) != 0:
             reference_completions(config.prompts.reference, prompts.train.prompts[:asked], tokenizer)
         _call_rewards(config, prompts, run_dir, given)

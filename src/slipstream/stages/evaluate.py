@@ -59,7 +59,8 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     with times.span("start_up"):
         tokenizer = build_tokenizer(config.model.model_copy(update={"path": str(start)}))
         with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
-            prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: config.num_evaluated]
+            read = build_prompts(config, tokenizer, rehearsal.tools)
+    prompts, config = read.eval[: config.num_evaluated], config.with_longest_prompt(read.report.longest)
     temperature = config.generator.temperature if settings.temperature is None else settings.temperature
     written: dict[str, list[Completion]] = {}
     with times.span("decode"), answering(config, tokenizer, private=[str(run_dir)]) as answer:
