@@ -49,7 +49,9 @@ def eval_target(
     if data is not None:
         over["prompts"] = {"tasks": [], "dataset": str(data), "eval_dataset": str(data), "streaming": False}
     if num_prompts is not None or data is not None:
-        over["eval"] = {"num_prompts": 1} | ({"sets": []} if data is not None else {})  # the number is the caller's
+        over["eval"] = {"num_prompts": 1}  # the number is the caller's
+    if data is not None:
+        over["eval"] |= {"sets": [], "metric": None, "stop_at": None}  # the run's rules may go by a set's measure
     given = nested(overrides or {})
     config = resolve(tables, merge(given, over))
     _check_asked(config, table_of(given, "prompts"), data)
