@@ -62,7 +62,8 @@ def eval_target(
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)
-    config = with_folders(pinned(config, tell=tell, only={"rewards.models.path"}), tell=tell, is_first=True)
+    only = {"rewards.models.path"}
+    config = with_folders(pinned(config, tell=tell, only=only), tell=tell, is_first=True, only=only)
     _check_reward_models(config, run_dir)
     return checkpoint, config
 
