@@ -57,6 +57,8 @@ _ALLOWED = {
 }
 
 MAX_TOML_BYTES = 4 * 2**20
+PROMPTS_FILE = "prompts.jsonl"
+"""The prompts given from Python, in a run's directory."""
 RETIRED: dict[str, object] = {"generator.vllm.dtype": "float32", "generator.vllm.transfer": "reload"}
 """Fields that are gone, with their defaults, which the config.toml of earlier runs has: with these they say nothing."""
 
@@ -238,7 +240,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
 
     An override that changes nothing may name any field. ConfigError for one that does, and for a folder of no run.
     """
-    tables = _saved_tables(run_dir)
+    tables = saved_tables(run_dir)
     saved, config = (
         validate(one.model_dump(context=ABSOLUTE)) for one in (resolve(tables), resolve(tables, overrides))
     )
@@ -256,7 +258,7 @@ def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
     ConfigError where it differs in others. What a run itself chooses is no difference: the commits of hub ids, also
     where the recipe has another branch or tag now, and those of CHOSEN that the recipe leaves open.
     """
-    found = (resolve(_saved_tables(run_dir)), recipe)
+    found = (resolve(saved_tables(run_dir)), recipe)
     saved, wanted = (validate(one.model_dump(context=ABSOLUTE)) for one in found)
     wanted = _with_commits_of(saved, wanted)
     changed = [field for field in field_paths() if value_at(saved, field) != value_at(wanted, field)]
@@ -268,11 +270,19 @@ def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
     return nested({field: value_at(wanted, field) for field in changed if field not in chosen})
 
 
-def _saved_tables(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "config.toml"
+def saved_tables(run_dir: Path) -> dict[str, Any]:
+    """Return the tables that the run in `run_dir` saved; its own prompts are those in the folder, which may have moved.
+
+    ConfigError for a folder of no run.
+    """
+    path, own = run_dir / "config.toml", run_dir / PROMPTS_FILE
     if not path.is_file():
         raise no_run(run_dir, "config.toml")
-    return read_toml(path)
+    tables = read_toml(path)
+    prompts = _inside(tables, "prompts")
+    if Path(str(prompts.get("dataset"))).name == PROMPTS_FILE and own.is_file():
+        tables["prompts"] = {**prompts, "dataset": str(own.resolve())}
+    return tables
 
 
 def _with_commits_of(saved: RunConfig, wanted: RunConfig) -> RunConfig:

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
-from slipstream.core.recipes import load_recipe, merge, nested, resolve, table_of, with_checkpoints, with_stage_paths
+from slipstream.core.recipes import (
+    load_recipe,
+    merge,
+    nested,
+    resolve,
+    saved_tables,
+    table_of,
+    with_checkpoints,
+    with_stage_paths,
+)
 from slipstream.core.run_lock import LOCK_FILE
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
@@ -42,7 +51,7 @@ def eval_target(
     if recipe is None and not is_run:
         raise ConfigError("a checkpoint alone does not say what to ask it", got=str(path), hint="add --recipe")
     if recipe is None:
-        recipe = path / "config.toml"
+        recipe = saved_tables(path)
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
     # The checkpoint has its adapters, and gets no new ones.
     over: dict[str, Any] = {"model": {"path": str(checkpoint), "revision": None, "lora": LoraConfig().model_dump()}}

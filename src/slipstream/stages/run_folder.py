@@ -17,13 +17,10 @@ from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.held_out import GREEDY_PREFIX, in_metrics
 from slipstream.core.interrupts import Interrupted
 from slipstream.core.jsonl import read_jsonl
-from slipstream.core.recipes import check_path, resolve
+from slipstream.core.recipes import PROMPTS_FILE, check_path, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.models.hub import has_checkpoint
 from slipstream.observe.summary import Summary, read_summary
-
-PROMPTS_FILE = "prompts.jsonl"
-"""The prompts given from Python, in a run's directory."""
 
 
 @contextmanager
