@@ -14,6 +14,7 @@ from slipstream.core.recipes import (
     load_recipe,
     merge,
     nested,
+    policy_left,
     resolve,
     saved_tables,
     table_of,
@@ -148,13 +149,8 @@ def _checkpoint_in(path: Path) -> tuple[Path, bool]:
 
 
 def _left_by(run_dir: Path) -> Path:
-    """The folder of the policy that a run leaves: RL's, or without RL that of the last stage that trains one."""
-    if (run_dir / "model").is_dir():
-        return run_dir / "model"
     stages = load_recipe(run_dir / "config.toml").get("stages")
-    if isinstance(stages, list) and "rl" not in stages:
-        return next((run_dir / stage / "model" for stage in ("dpo", "sft") if stage in stages), run_dir / "model")
-    return run_dir / "model"
+    return policy_left(run_dir, stages if isinstance(stages, list) else ())
 
 
 def _run_of(path: Path) -> Path | None:

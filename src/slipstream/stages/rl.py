@@ -36,7 +36,7 @@ from slipstream.core.hooks import Hooks, load_callbacks
 from slipstream.core.interrupts import GO_ON_VARIABLE, Interrupted, Interrupts
 from slipstream.core.jsonl import read_jsonl
 from slipstream.core.plain import plural
-from slipstream.core.recipes import resolve, save_config, with_stage_paths
+from slipstream.core.recipes import policy_flags, resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot
 from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.unfinished_messages import Unfinished
@@ -400,7 +400,7 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
             f"'{run_dir}' has no checkpoint to go on from",
             got="a run that is done, without its checkpoints",
             allowed="the folder of a run as it was left",
-            hint=f"a new run goes on from its policy: --model.path {run_dir / 'model'}",
+            hint=f"a new run from its policy takes {policy_flags(run_dir, config)}",
         )
     notes = [] if checkpoint is None else extension(before, config, read_cut(checkpoint).schedule)
     is_resumed = checkpoint is not None
