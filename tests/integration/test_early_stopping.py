@@ -154,9 +154,10 @@ def test_a_run_cut_off_between_the_best_result_and_its_model_has_both_when_it_is
             raise Cut
         take(self, version, found)
 
-    with monkeypatch.context() as patch, pytest.raises(Cut):
+    with monkeypatch.context() as patch:
         patch.setattr(held_out.BestModel, "evaluated", cut)
-        slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+        with pytest.raises(Cut):
+            slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["version"] == 1
     resumed = slipstream.run(resume=tmp_path / "run", display=False)
     assert resumed.summary["best"] == {"version": 2, "metric": "reward", "value": 0.7}

@@ -351,7 +351,9 @@ def test_an_evaluation_takes_an_id_and_reads_the_reward_models_of_its_recipe(
     assert folder == snapshot
     assert config.model.path == str(snapshot)
     assert set(asked) == {"org/name@main", f"org/judge@{COMMIT}"}
-    assert read == ["org/name", "org/judge"], "with its commit, as a run's config.toml has it, the reference is not read"
+    assert read == ["org/name", "org/judge"], (
+        "with its commit, as a run's config.toml has it, the reference is not read"
+    )
     with pytest.raises(ConfigError, match="does not say what to ask it"):
         eval_target("org/name")
 

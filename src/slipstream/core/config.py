@@ -301,8 +301,8 @@ class RunConfig(Section):
             (chosen.dataset, chosen.dataset_config) if chosen.dataset else (prompts.dataset, prompts.dataset_config)
         )
         own |= {"eval_dataset": source[0], "dataset_config": source[1], "dataset_split": chosen.split}
-        update = {"sets": [], "measure": self.eval.measure_of(name), "metric": None}  # no rule goes by a set alone
-        evaluation = self.eval.model_copy(update=update)
+        measure = self.eval.measure_of(name)  # and no rule of the run, which may go by another set's
+        evaluation = self.eval.model_copy(update={"sets": [], "measure": measure, "metric": None})
         return self.model_copy(update={"prompts": prompts.model_copy(update=own), "eval": evaluation})
 
     @property

@@ -277,7 +277,9 @@ def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
 def _told(fields: Sequence[str], saved: RunConfig, wanted: RunConfig) -> str:
     """Return `fields` with their values in `wanted` and, in brackets, those that were saved."""
     wishes, before = ([shortened(shown(value_at(one, field)), 60) for field in fields] for one in (wanted, saved))
-    return ", ".join(f"{field} = {wish} (saved: {old})" for field, wish, old in zip(fields, wishes, before, strict=True))
+    return ", ".join(
+        f"{field} = {wish} (saved: {old})" for field, wish, old in zip(fields, wishes, before, strict=True)
+    )
 
 
 def policy_left(run_dir: Path, stages: Sequence[str]) -> Path:
