@@ -162,7 +162,7 @@ def test_resume_takes_the_saved_configuration_and_what_may_change(
     assert run_cli("run", "--resume", str(tmp_path), *flags.split()) == 0
     overrides = {"steps": 20, "trainer": {"checkpoint_every": 5}, "max_staleness": 2, "deadline_s": 60.0}
     assert calls == [(None, {"out": None, "resume": tmp_path, "overrides": overrides})]
-    for wrong, named in (("tiny --steps 5", "recipe"), ("--seed 1 --loss.name ppo", "seed, loss.name")):
+    for wrong, named in (("tiny --steps 5", "recipe"), ("--seed 1 --loss.name ppo", "seed = 1 (saved: 0), loss.name")):
         assert run_cli("run", "--resume", str(tmp_path), *wrong.split()) == 2
         said = capsys.readouterr().err
         assert f"got:     {named}" in said

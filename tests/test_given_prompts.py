@@ -12,10 +12,10 @@ import pytest
 import slipstream
 from slipstream import api
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import names_terms, resolve, save_config
+from slipstream.core.recipes import PROMPTS_FILE, names_terms, resolve, resumed_config, save_config
+from slipstream.evals.target import eval_target
 from slipstream.models.tokenizer import CharTokenizer
 from slipstream.prompts import build_prompts
-from slipstream.stages.run_folder import PROMPTS_FILE
 
 ROWS = [{"question": f"q{i}", "solution": f"a{i}"} for i in range(40)]
 RECIPE = {"prompts": {"tasks": [{"name": "chain_sum"}], "num_eval": 8}, "eval": {"num_prompts": 8}}
@@ -97,6 +97,17 @@ def test_rows_of_one_text_beside_a_recipe_of_tasks(config: Any, tmp_path: Path) 
     prompts = build_prompts(resolved, CharTokenizer())
     assert sorted(one.columns["target"] for one in prompts.all) == list(range(20))
     assert len(prompts.eval) == 2
+
+
+def test_a_run_that_was_moved_has_its_own_prompts(tmp_path: Path) -> None:
+    """Another run may lie where it was."""
+    save_config(given(tmp_path / "a", ["x", "y"]), tmp_path / "a" / "config.toml")
+    (tmp_path / "a" / "model").mkdir()
+    (tmp_path / "a" / "model" / "config.json").write_text("{}")
+    (tmp_path / "a").rename(tmp_path / "b")
+    given(tmp_path / "a", ["z", "w"])
+    for config in (resumed_config(tmp_path / "b"), eval_target(tmp_path / "b")[1]):
+        assert config.prompts.dataset == str(tmp_path / "b" / PROMPTS_FILE)
 
 
 def test_rows_of_pandas_and_numpy(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from slipstream.core.interrupts import Interrupted, Interrupts
 from slipstream.core.other_names import KEYWORDS, sentence
 from slipstream.core.plain import shown
 from slipstream.core.recipes import (
+    PROMPTS_FILE,
     check_path,
     merge,
     names_terms,
@@ -53,7 +54,7 @@ from slipstream.prompts.rows import to_json_types
 from slipstream.rewards.given import Functions, Reward, with_given
 from slipstream.stages.named import check_named
 from slipstream.stages.progress import told_of
-from slipstream.stages.run_folder import PROMPTS_FILE, check_goes_on, folder_of, new_run_dir
+from slipstream.stages.run_folder import check_goes_on, folder_of, new_run_dir
 
 if TYPE_CHECKING:  # torch and transformers are imported when the input has been looked at
     from slipstream.controller.meeting import Cluster

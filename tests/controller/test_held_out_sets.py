@@ -77,6 +77,23 @@ def test_after_a_resume_only_what_was_cut_off_is_asked_for(tmp_path: Path) -> No
     assert whole.first() == ()
 
 
+def test_the_best_result_whose_export_was_cut_off_is_exported_by_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "best.json").write_text('{"version": 1, "metric": "accuracy", "value": 0.4}')
+    lines = [{"version": one, "eval_accuracy": value} for one, value in ((1, 0.4), (2, 0.6), (3, 0.3), (4, 0.5))]
+    for step, exported in ((4, True), (3, False)):
+        made, sent = held_out(tmp_path, step, *lines, keep_best=True, measure="exact_match")
+        made.first()
+        made.export_candidate(step)
+        assert sent == [Export(path=str(tmp_path / f".best_{step}"))] * exported
+        assert made.best.missed == [2, 4], "version 2 is gone for good, which the run says at its end"
+    made, _ = held_out(tmp_path, 4, *lines, keep_best=True, measure="exact_match")
+    made.export_candidate(4)
+    (tmp_path / ".best_4").mkdir()
+    made.best.exported(str(tmp_path / ".best_4"))
+    assert (made.best.best.version, made.best.missed) == (4, [2])
+
+
 def test_the_version_that_a_resume_publishes_may_be_the_best(tmp_path: Path) -> None:
     """Whatever multiple of `publish_every` it is: it is evaluated."""
     made, sent = held_out(tmp_path, 10, keep_best=True, publish_every=4)

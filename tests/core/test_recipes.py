@@ -341,6 +341,38 @@ def test_files_of_a_saved_config_are_found_from_any_folder(tmp_path: Path, monke
         recipes.resumed_config(run, {"loss.name": "own.py:loss"})
 
 
+def refused_resume(run: Path, left: str | None, tables: dict[str, Any]) -> str:
+    """What a resume with another seed is told, of a run of `tables` that has left a policy there."""
+    run.mkdir()
+    save_config(resolve(BASE, tables), run / "config.toml")
+    if left is not None:
+        (run / left).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"keeps its configuration\n  got: +seed = 5 \(saved: 0\)\n") as refused:
+        recipes.resumed_config(run, {"seed": 5})
+    return str(refused.value)
+
+
+def test_a_refused_resume_names_the_policy_that_is_there(tmp_path: Path) -> None:
+    """An adapter with its base; that of a stage, without RL."""
+    lora = {"model.lora.rank": 2}
+    of_stages = {"stages": ["sft", "dpo"], "dpo.path": "stage:sft"}
+    for name, left, tables, flags in (
+        ("full", "model", {}, "--model.path {}/model"),
+        ("fresh", "model", lora, "--model.path {0}/base --model.lora.path {0}/model"),
+        ("given", "model", {"model.path": "org/name"} | lora, "--model.path org/name --model.lora.path {}/model"),
+        (
+            "chain",
+            "model",
+            {"stages": ["sft", "rl"], "model.path": "stage:sft"} | lora,
+            "--model.path {0}/sft/model --model.lora.path {0}/model",
+        ),
+        ("stages", "dpo/model", of_stages, "--model.path {}/dpo/model"),
+    ):
+        told = refused_resume(tmp_path / name, left, tables)
+        assert told.endswith("a new run from its policy takes " + flags.format(tmp_path / name)), told
+    assert "hint" not in refused_resume(tmp_path / "killed", None, {})
+
+
 COMMIT = "0" * 40
 
 
@@ -381,7 +413,7 @@ def test_a_recipe_beside_a_run_changes_what_a_resume_may_change(
     if isinstance(found, dict):
         assert recipes.changed_since(tmp_path, resolve(recipe, edited)) == found
         return
-    with pytest.raises(ConfigError, match=f"(?s)not that of the run.*got: +{', '.join(found)}\n"):
+    with pytest.raises(ConfigError, match=f"(?s)not that of the run.*got: +{' = .*, '.join(found)} = "):
         recipes.changed_since(tmp_path, resolve(recipe, edited))
 
 

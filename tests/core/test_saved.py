@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.core import wire
 from slipstream.core.errors import CheckpointError
-from slipstream.core.saved import load_messages, rollouts_dir, save_messages, saved_partials, saved_rollouts
+from slipstream.core.saved import Saver, load_messages, rollouts_dir, save_messages, saved_partials, saved_rollouts
 from slipstream.core.types import Completion, Prompt, Rollout, Segment, VersionSpan
 from slipstream.core.unfinished_messages import Partial
 
@@ -53,11 +53,26 @@ def test_rollouts_and_partials_come_back_bit_for_bit(tmp_path: Path) -> None:
     save_messages(tmp_path / "b.safetensors", partials, cut="one")
     found_partials = load_messages(tmp_path / "b.safetensors", Partial, cut="one")
     assert [wire.encode(each) for each in found_partials] == [wire.encode(each) for each in partials]
-    save_messages(tmp_path / "c.safetensors", [], cut="one")
-    assert load_messages(tmp_path / "c.safetensors", Partial, cut="one") == []
     header = (tmp_path / "a.safetensors").read_bytes()
     size = int.from_bytes(header[:8], "little")
     assert json.loads(header[8 : 8 + size])["__metadata__"]["cut"] == "one", "safetensors, and JSON in its header"
+
+
+def test_what_an_earlier_attempt_saved_goes_where_nothing_waits(tmp_path: Path) -> None:
+    """Else a resume would say that its groups are sampled again."""
+    checkpoint, notes = tmp_path / "checkpoints" / "step_1", list[str]()
+    folder = rollouts_dir(checkpoint)
+    folder.parent.mkdir()
+    save_messages(folder / "trainer.safetensors", [rollout(0, 0)], cut="one")
+    save_messages(folder / "generator-0.safetensors", [partial(1, 0)], cut="one")
+    save_messages(folder / "trainer.safetensors", [], cut="two")
+    saver = Saver()
+    for name in ("generator-0", "generator-1"):  # the second has no file
+        saver.save(folder / f"{name}.safetensors", [], cut="two")
+        saver.close()
+    assert list(saved_rollouts(checkpoint, cut="two", owed=[0, 1], step=1, notes=notes)) == []
+    assert saved_partials(checkpoint, cut="two", owed=[0, 1], step=1, notes=notes) == {}
+    assert notes == []
 
 
 def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:

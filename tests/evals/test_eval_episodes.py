@@ -29,7 +29,9 @@ NUM_PROMPTS = 12
 SOURCE = '''
 import asyncio
 import json
+import re
 import time
+import urllib.error
 import urllib.request
 import zlib
 
@@ -110,6 +112,19 @@ def agent(row, base_url, api_key):
         if question is not None:
             messages.append({"role": "user", "content": question})
     return crc(*[message["content"] for message in messages]) % 5 / 4
+
+
+def limited(row, base_url, api_key):
+    """Gives the longest context that is taken, which the refusal of a longer one tells."""
+    for text in (row["prompt"], "a" * 200):
+        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode()
+        request = urllib.request.Request(
+            base_url + "/chat/completions", data=body, headers={"Authorization": "Bearer " + api_key}
+        )
+        try:
+            urllib.request.urlopen(request, timeout=60).read()
+        except urllib.error.HTTPError as refused:
+            return float(re.search(r"at most ([0-9]+) fit", refused.read().decode())[1])
 '''
 
 
@@ -304,6 +319,19 @@ def test_an_agent_over_http(folder: Path) -> None:
     assert len({answer.reward for answer in found.answers}) > 1
     from_python = evaluate_model(folder / "model", recipe=recipe({}), agent=asking, **asked)
     assert from_python.answers == found.answers
+
+
+def test_contexts_are_as_long_as_in_the_run(folder: Path, tmp_path: Path) -> None:
+    """The longest prompt and an episode's tokens, where nobody limits prompts: training prompts count, too."""
+    rows = of_rows(tmp_path, "short", [{"prompt": f"{letter}>", "answer": "a"} for letter in "abcd"])
+    Path(rows["prompts"]["dataset"]).write_text('{"prompt": "a word of many letters>", "answer": "a"}\n')
+    tables = recipe({"agent": f"{folder / 'source.py'}:limited"}, host="inline", **rows)
+    tables |= {"model": {"path": str(folder / "model")}, "loss": {"skip_no_signal": False}}
+    few = {"steps": 1, "groups_per_step": 1, "completions_per_group": 2}
+    run = slipstream.run(tables, overrides=few, out=tmp_path / "run", display=False)
+    assert run.summary["eval"]["after"]["reward"] == len("a word of many letters>") + 30
+    assert evaluate_model(run.out).reward == run.summary["eval"]["after"]["reward"]
+    assert evaluate_model(folder / "model", recipe=tables).reward == len("a>") + 30, "what it is asked, alone"
 
 
 PROGRAM = """

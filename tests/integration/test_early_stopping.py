@@ -11,7 +11,7 @@ import pytest
 from audit import audit
 from safetensors.torch import load_file
 from test_endings import START_DEADLINE_S, start
-from test_resume import AHEAD, SYNC, cut_off, events, small
+from test_resume import AHEAD, SYNC, Cut, cut_off, events, small
 
 import slipstream
 from slipstream.controller import held_out
@@ -139,6 +139,29 @@ def test_a_run_cut_off_after_the_last_result_ends_when_it_is_resumed(small, tmp_
     assert has_weights_of(resumed.out / "best", resumed.out / "checkpoints" / "step_1")
     assert not list(resumed.out.glob(".best*"))
     assert slipstream.replay(resumed.out).is_sound
+
+
+def test_a_run_cut_off_between_the_best_result_and_its_model_has_both_when_it_is_resumed(
+    small, tmp_path, monkeypatch, rewards
+):
+    rewards += [0.1, 0.0, 0.2, 0.7]
+    tables = small | SYNC | {"steps": 2, "trainer": {"checkpoint_every": 1, "keep_checkpoints": 9}}
+    tables["eval"] = evaluated(keep_best=True)
+    take = held_out.BestModel.evaluated
+
+    def cut(self: held_out.BestModel, version: int, found: Measured) -> None:
+        if version == 2:
+            raise Cut
+        take(self, version, found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held_out.BestModel, "evaluated", cut)
+        with pytest.raises(Cut):
+            slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["version"] == 1
+    resumed = slipstream.run(resume=tmp_path / "run", display=False)
+    assert resumed.summary["best"] == {"version": 2, "metric": "reward", "value": 0.7}
+    assert has_weights_of(resumed.out / "best", resumed.out / "checkpoints" / "step_2")
 
 
 MINE = """

@@ -105,6 +105,17 @@ def test_a_set_is_answered_again_as_in_the_run(run: Path, capsys: pytest.Capture
     assert "did you mean 'greedy'" in capsys.readouterr().err
 
 
+def test_a_rule_of_the_run_asks_no_measure_of_another_set_or_of_other_data(run: Path, tables: dict[str, Any]) -> None:
+    first, _, last = tables["eval"]["sets"]
+    sets = [first | {"measure": "exact_match"}, last | {"measure": None}]
+    rule = {"eval": {"metric": "accuracy", "measure": None, "sets": sets}}
+    assert evaluate_model(run, overrides=rule, num_prompts=1).accuracy is not None
+    assert evaluate_model(run, overrides=rule, num_prompts=1, eval_set="greedy").accuracy is None
+    assert evaluate_model(run, overrides=rule, num_prompts=1, data=first["dataset"]).accuracy is None
+    high = {"eval": {"metric": "reward", "stop_at": 2.0}}
+    assert evaluate_model(run, overrides=high, num_prompts=1, data=first["dataset"]).accuracy is not None
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [({"num_prompts": 0}, "num_prompts = 0"), ({"num_samples": 0}, "at least one sample")],

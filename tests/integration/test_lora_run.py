@@ -363,6 +363,31 @@ def test_it_is_evaluated_exported_and_gone_on_with(finished, tmp_path, capsys, m
         slipstream.run("quickstart", overrides=more | {"model": {"path": str(finished / "model")}}, display=False)
 
 
+def test_before_is_the_policy_behind_the_warm_start_of_an_adapter(finished, tmp_path):
+    """RL changes next to nothing here, so the policy after it is the one before it."""
+    tables = {
+        "stages": ["rl", "evaluate"],
+        "host": "inline",
+        "steps": 1,
+        "groups_per_step": 2,
+        "completions_per_group": 2,
+        "model": {"path": str(finished / "base"), "lora": {"path": str(finished / "model")}},
+        "prompts": {"num_train": 300, "num_eval": 8},
+        "generator": {"num_slots": 16},
+        "trainer": {"optimizer": {"lr": 1e-12}},
+        "loss": {"skip_no_signal": False},
+        "warm_start": {"steps": 5, "batch_size": 8, "num_demonstrations": 40, "optimizer": {"lr": 3e-2}},
+        "kl": {"coef": 0.01},
+        "eval": {"every": 0, "num_prompts": 4, "num_slots": 8},
+        "evaluation": {"num_prompts": 4},
+    }
+    run = slipstream.run("quickstart", overrides=tables, out=tmp_path / "run", display=False)
+    found = run.summary["evaluation"]
+    assert found["checkpoints"]["before"] == str(run.out / "reference")
+    for moment in ("before", "after"):
+        assert found[moment]["drift"]["kl"]["per_token"] == pytest.approx(0, abs=1e-4)
+
+
 def test_a_generator_with_another_base_ends_the_run(adapted, tmp_path, monkeypatch):
     """Here its seed is another one; on another machine it would be another file of the same name."""
     from slipstream.generator.native import NativeBackend

@@ -21,6 +21,7 @@ from processes import descendants, is_alive
 import slipstream
 import slipstream.stages.sft as sft
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.recipes import resolve
 from slipstream.trainer import executor
 
 START_DEADLINE_S = 400.0
@@ -128,20 +129,31 @@ def test_a_stage_that_does_not_end_by_itself_is_killed(tmp_path: Path) -> None:
     await_ends([child])
 
 
+def interrupted(*_args: Any, **_kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_stage_in_this_process_is_interrupted_the_same_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path, tmp_path / "rows.jsonl")
-
-    def interrupted(*_args: Any, **_kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(sft, "supervised_updates", interrupted)
         result = slipstream.run(recipe, overrides={"host": "inline"}, out=tmp_path / "run")
     assert result.status == "interrupted"
     assert f"go on with: slipstream run --resume {tmp_path / 'run'}" in " ".join(capsys.readouterr().out.split())
     assert slipstream.run("quickstart", resume=tmp_path / "run", display=False).status == "done"
+
+
+def test_what_a_resume_changes_is_saved_before_the_next_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a stage reads config.toml; so does a further resume without the flag."""
+    recipe, run = write_recipe(tmp_path, tmp_path / "rows.jsonl"), tmp_path / "run"
+    monkeypatch.setattr(sft, "supervised_updates", interrupted)
+    slipstream.run(recipe, overrides={"host": "inline"}, out=run, display=False)
+    changed = {"trainer.microbatch_tokens": 64, "steps": 7}
+    assert slipstream.run(resume=run, overrides=changed, display=False).status == "interrupted"
+    saved = resolve(run / "config.toml")
+    assert (saved.trainer.microbatch_tokens, saved.steps) == (64, 7)
 
 
 @pytest.mark.slow

@@ -339,17 +339,21 @@ def test_an_evaluation_takes_an_id_and_reads_the_reward_models_of_its_recipe(
         return HubId(wanted.repo, COMMIT)
 
     monkeypatch.setattr(slipstream.models.hub, "_located", located)
-    monkeypatch.setattr(slipstream.models.hub, "_folder_of", lambda *_: snapshot)
+    read: list[str] = []
+    monkeypatch.setattr(slipstream.models.hub, "_folder_of", lambda wanted, *_: read.append(wanted.repo) or snapshot)
     recipe = {
         "prompts": {"tasks": [{"name": "spell_backward"}]},
         "model": {"path": "org/trained", "revision": "x"},
-        "kl": {"coef": 0.1, "reference": "org/reference"},
+        "kl": {"coef": 0.1, "reference": f"org/reference@{COMMIT}"},
         "rewards": {"terms": [], "models": [{"path": f"org/judge@{COMMIT}"}]},
     }
     folder, config = eval_target("org/name@main", recipe=recipe)
     assert folder == snapshot
     assert config.model.path == str(snapshot)
     assert set(asked) == {"org/name@main", f"org/judge@{COMMIT}"}
+    assert read == ["org/name", "org/judge"], (
+        "with its commit, as a run's config.toml has it, the reference is not read"
+    )
     with pytest.raises(ConfigError, match="does not say what to ask it"):
         eval_target("org/name")
 

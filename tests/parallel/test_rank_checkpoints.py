@@ -406,6 +406,14 @@ def test_an_export_needs_little_more_than_the_largest_tensor(
 def test_who_cannot_write_an_export_tells_all(ranks: RankPool, tmp_path: Path) -> None:
     for status, text in ranks.outcomes(jobs.fail_to_export, LLAMA, (2, 1), str(tmp_path), world=2):
         assert status == "failed"
-        assert "CheckpointError: the model could not be written" in text
+        assert "DiskError: the model could not be written" in text
         assert "rank 1: [Errno 2]" in text
     assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_an_export_that_the_disk_of_one_rank_refuses_says_what_to_do(ranks: RankPool, tmp_path: Path) -> None:
+    for status, text in ranks.outcomes(jobs.export_within_a_limit, LLAMA, (2, 1), str(tmp_path), world=2):
+        assert status == "failed"
+        assert "DiskError: the model could not be written" in text
+        assert "rank 1: [Errno 27]" in text
+        assert "`ulimit -f`); the run goes on with `--resume`" in text

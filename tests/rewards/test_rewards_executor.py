@@ -278,3 +278,22 @@ def test_an_episode_that_failed_is_told_as_the_environments(tmp_path: Path) -> N
     [note] = [m for m in ports["events"].messages if isinstance(m, Noted)]
     assert note.executor == "environment"
     assert note.text == "an episode failed, and counts with rewards.failure_reward: a name\n  got: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (EpisodeRecord(is_cut=True), "a limit cut the episode before it had a reward"),
+        (EpisodeRecord(), "the episode ended without a reward"),
+    ],
+)
+def test_an_episode_without_a_reward_says_how_it_ended(tmp_path: Path, record: EpisodeRecord, reason: str) -> None:
+    executor = Rewards(RewardsConfig(failure_reward=-1.0), {}, environment_weight=1.0)
+    ports = start(executor, tmp_path, name="rewards")
+    for ordinal, episode in enumerate([record, msgspec.structs.replace(record, reward=0.0)]):
+        ports["completions"].put(msgspec.structs.replace(completion(ordinal, "a"), episode=episode))
+    drive(executor, lambda: len(ports["rollouts"].messages) == 2)
+    executor.close()
+    without, rewarded = sorted(ports["rollouts"].messages, key=lambda rollout: rollout.completion.ordinal)
+    assert (without.reward, without.failure) == (-1.0, f"every reward function abstained: {reason}")
+    assert (rewarded.reward, rewarded.failure) == (0.0, None)

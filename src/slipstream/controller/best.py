@@ -74,7 +74,7 @@ class BestModel:
         return Export(path=str(self._path(version)))
 
     def last(self, version: int) -> Export | None:
-        """Return the order to export the trainer's last version, where that is the best."""
+        """Return the order to export `version`, the trainer's, where its result is known and the best."""
         return self.candidate(version) if version in self._found else None
 
     def began(self, may_be_of: Callable[[int], bool]) -> None:

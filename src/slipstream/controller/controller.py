@@ -172,7 +172,7 @@ class Controller:
         self.executors.send("trainer", messages.Export(path=str(self.run_dir / "model")))
         self._run_until(lambda: not self.num_unsaved and self.is_exported, "checkpoint and export")
         for version in self.held_out.best.missed:
-            self.observers.note(f"version {version} was better, and is not kept: its replica was lost")
+            self.observers.note(f"version {version} was better, and is not kept: its replica or its export was lost")
 
     def _tell_of_interrupt(self) -> None:
         """Say once what the run still does, and that a second signal stops that, too."""

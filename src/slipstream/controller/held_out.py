@@ -39,9 +39,10 @@ class HeldOut:
         self.pending = PendingEvaluations(every=config.eval.every, steps=config.steps)
         self._began_at = schedule.steps_done  # a resumed run publishes the version that it goes on with
         self.early_stopping, self.best = EarlyStopping(config.eval), BestModel(run_dir, config.eval)
-        for known in observers.tally.evaluations.values():
+        for version, known in observers.tally.evaluations.items():
             if known.greedy is not None:
                 self.early_stopping.take(known.greedy)
+                self.best.evaluated(version, known.greedy)  # its export may have been cut off
 
     def first(self) -> tuple[float, ...]:
         """Return the temperatures at which the policy that this run begins with is to be evaluated."""
@@ -95,7 +96,9 @@ class HeldOut:
             self.early_stopping.take(found)
 
     def export_candidate(self, version: int) -> None:
-        """Have the trainer export `version`, its present one, where it may be evaluated and become the best."""
+        """Have the trainer export `version`, its present one, where it may be evaluated and become the best, or where
+        its result, from before a resume, makes it the best."""
         is_published = version % self._config.publish_every == 0 or version == self._began_at
-        if is_published and self.pending.may_be_of(version) and (command := self.best.candidate(version)):
+        may_be = is_published and self.pending.may_be_of(version)
+        if command := self.best.candidate(version) if may_be else self.best.last(version):
             self._send("trainer", command)

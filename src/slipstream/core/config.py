@@ -302,7 +302,8 @@ class RunConfig(Section):
         )
         own["dataset"] = source[0]  # whose configuration it is
         own |= {"eval_dataset": source[0], "dataset_config": source[1], "dataset_split": chosen.split}
-        evaluation = self.eval.model_copy(update={"sets": [], "measure": self.eval.measure_of(name)})
+        measure = self.eval.measure_of(name)  # and no rule of the run, which may go by another set's
+        evaluation = self.eval.model_copy(update={"sets": [], "measure": measure, "metric": None})
         return self.model_copy(update={"prompts": prompts.model_copy(update=own), "eval": evaluation})
 
     @property
@@ -315,6 +316,14 @@ class RunConfig(Section):
         """Return the held-out prompts of the stage evaluate; None: all of the first set."""
         asked = self.evaluation.num_prompts
         return 200 if asked is None and not self.eval.sets else asked
+
+    def with_longest_prompt(self, num_tokens: int) -> RunConfig:
+        """Return the configuration with the longest prompt that there is, where no limit was asked for: slots are as
+        long as it takes."""
+        if self.prompts.max_prompt_tokens is not None:
+            return self
+        prompts = self.prompts.model_copy(update={"max_prompt_tokens": num_tokens})
+        return self.model_copy(update={"prompts": prompts})
 
     def longest_prompt(self, max_positions: int) -> int:
         """Return the tokens of the longest prompt that is taken, in a model of so many positions."""

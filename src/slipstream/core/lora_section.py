@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 AdapterPrecision = Literal["float32", "bfloat16"]
+BASE_FOLDER = "base"
+"""Folder beside those of the adapters, in which a run leaves a base that it made itself."""
 
 
 class LoraConfig(Section):

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, get_args
 
 import tomli_w
@@ -26,6 +27,7 @@ from slipstream.core.disk import replace_file
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.fields import ABSOLUTE
 from slipstream.core.files import no_run, read_whole
+from slipstream.core.lora_section import BASE_FOLDER
 from slipstream.core.other_names import leaves, sentence_of_value, sentences
 from slipstream.core.plain import shortened, shown, wrong_path
 from slipstream.core.sections import RewardsConfig
@@ -57,6 +59,8 @@ _ALLOWED = {
 }
 
 MAX_TOML_BYTES = 4 * 2**20
+PROMPTS_FILE = "prompts.jsonl"
+"""The prompts given from Python, in a run's directory."""
 RETIRED: dict[str, object] = {"generator.vllm.dtype": "float32", "generator.vllm.transfer": "reload"}
 """Fields that are gone, with their defaults, which the config.toml of earlier runs has: with these they say nothing."""
 
@@ -238,15 +242,16 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any] | None = None) ->
 
     An override that changes nothing may name any field. ConfigError for one that does, and for a folder of no run.
     """
-    tables = _saved_tables(run_dir)
+    tables = saved_tables(run_dir)
     saved, config = (
         validate(one.model_dump(context=ABSOLUTE)) for one in (resolve(tables), resolve(tables, overrides))
     )
     changed = [field for field in field_paths() if value_at(saved, field) != value_at(config, field)]
     if refused := [field for field in changed if field not in RESUMED_WITH]:
         allowed = f"--resume alone, or with {', '.join(RESUMED_WITH)}"
-        hint = f"a new run goes on from its policy with model.path = '{run_dir / 'model'}'"
-        raise ConfigError("a resumed run keeps its configuration", got=", ".join(refused), allowed=allowed, hint=hint)
+        flags, got = policy_flags(run_dir, saved), _told(refused, saved, config)
+        hint = None if flags is None else f"a new run from its policy takes {flags}"
+        raise ConfigError("a resumed run keeps its configuration", got=got, allowed=allowed, hint=hint)
     return config
 
 
@@ -256,7 +261,7 @@ def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
     ConfigError where it differs in others. What a run itself chooses is no difference: the commits of hub ids, also
     where the recipe has another branch or tag now, and those of CHOSEN that the recipe leaves open.
     """
-    found = (resolve(_saved_tables(run_dir)), recipe)
+    found = (resolve(saved_tables(run_dir)), recipe)
     saved, wanted = (validate(one.model_dump(context=ABSOLUTE)) for one in found)
     wanted = _with_commits_of(saved, wanted)
     changed = [field for field in field_paths() if value_at(saved, field) != value_at(wanted, field)]
@@ -264,15 +269,50 @@ def changed_since(run_dir: Path, recipe: RunConfig) -> dict[str, Any]:
     if refused := [field for field in changed if field not in RESUMED_WITH]:
         what = f"the recipe is not that of the run in '{run_dir}', which keeps its configuration"
         hint = "a run of that recipe needs a folder of its own"
-        raise ConfigError(what, got=", ".join(refused), allowed=f"changes of {', '.join(RESUMED_WITH)}", hint=hint)
+        allowed = f"changes of {', '.join(RESUMED_WITH)}"
+        raise ConfigError(what, got=_told(refused, saved, wanted), allowed=allowed, hint=hint)
     return nested({field: value_at(wanted, field) for field in changed if field not in chosen})
 
 
-def _saved_tables(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "config.toml"
+def _told(fields: Sequence[str], saved: RunConfig, wanted: RunConfig) -> str:
+    """Return `fields` with their values in `wanted` and, in brackets, those that were saved."""
+    wishes, before = ([shortened(shown(value_at(one, field)), 60) for field in fields] for one in (wanted, saved))
+    return ", ".join(
+        f"{field} = {wish} (saved: {old})" for field, wish, old in zip(fields, wishes, before, strict=True)
+    )
+
+
+def policy_left(run_dir: Path, stages: Sequence[str]) -> Path:
+    """Return the folder of the policy that a run leaves: RL's, or without RL that of the last stage that trains one."""
+    trained = [] if "rl" in stages else [stage for stage in ("dpo", "sft") if stage in stages]
+    is_of_rl = not trained or (run_dir / "model").is_dir()
+    return run_dir / "model" if is_of_rl else stage_dir(run_dir, trained[0]) / "model"
+
+
+def policy_flags(run_dir: Path, config: RunConfig) -> str | None:
+    """Return the flags of a new run from the policy that the run in `run_dir` has left; None where none is there."""
+    folder, lora = policy_left(run_dir, config.stages), config.model.lora
+    if not folder.is_dir():
+        return None
+    if not lora.is_set:
+        return f"--model.path {quote(str(folder))}"
+    base = with_stage_paths(config, run_dir).model.path or str(run_dir / BASE_FOLDER)
+    return f"--model.path {quote(base)} --model.lora.path {quote(str(folder))}"
+
+
+def saved_tables(run_dir: Path) -> dict[str, Any]:
+    """Return the tables that the run in `run_dir` saved; its own prompts are those in the folder, which may have moved.
+
+    ConfigError for a folder of no run.
+    """
+    path, own = run_dir / "config.toml", run_dir / PROMPTS_FILE
     if not path.is_file():
         raise no_run(run_dir, "config.toml")
-    return read_toml(path)
+    tables = read_toml(path)
+    prompts = _inside(tables, "prompts")
+    if Path(str(prompts.get("dataset"))).name == PROMPTS_FILE and own.is_file():
+        tables["prompts"] = {**prompts, "dataset": str(own.resolve())}
+    return tables
 
 
 def _with_commits_of(saved: RunConfig, wanted: RunConfig) -> RunConfig:

@@ -48,7 +48,7 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     def save(self, path: Path, messages: Sequence[Message], *, cut: str) -> None:
-        if not messages or (self._thread is not None and self._thread.is_alive()):
+        if self._thread is not None and self._thread.is_alive():
             return
         self._thread = start_thread(_write, args=(path, messages, cut), name="save-partials")
 
@@ -76,7 +76,14 @@ def rollouts_dir(checkpoint: Path) -> Path:
 
 
 def save_messages(path: Path, messages: Sequence[Message], *, cut: str) -> None:
-    """Write `messages` to `path`, whole or not at all; `cut` is the name of the cut they belong to. DiskError."""
+    """Write `messages` to `path`, whole or not at all; `cut` is the name of the cut they belong to. DiskError.
+
+    Without any, remove the file of an attempt that came to this checkpoint before: a resume would miss what is in it.
+    """
+    if not messages:
+        with disk_errors(path):
+            path.unlink(missing_ok=True)
+        return
     arrays: list[np.ndarray] = []
     numbers: dict[int, int] = {}  # by identity: the rollouts of a group have one prompt
 

@@ -34,9 +34,11 @@ from slipstream.evals.scoring import numbered, score_by
 from slipstream.evals.statistics import pass_at_k_of
 from slipstream.evals.target import eval_target
 from slipstream.models.build import build_policy, build_tokenizer
+from slipstream.models.config import TransformerConfig
 from slipstream.models.preflight import check_policy
 from slipstream.models.sizes import check_completions, check_sizes
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.observe.summary import longest_prompt
 from slipstream.observe.transcript import TranscriptPart, transcript_of
 from slipstream.prompts import build_prompts, held_out_prompts, task_table
 from slipstream.rewards.checks import check_rewards
@@ -202,10 +204,12 @@ def evaluate(
     num_samples = 1 if num_samples is None else num_samples
     if num_prompts is None and not is_whole:
         num_prompts = config.eval.num_prompts
-    _check(config, functions, environments, num_prompts or 1, num_samples)
+    shape = _check(config, functions, environments, num_prompts or 1, num_samples)
     tokenizer = build_tokenizer(config.model)
     needed = columns_needed(config.rewards, functions)
     held_out = _held_out(config, tokenizer, environments, num_prompts, needed, is_whole=is_whole)
+    config = _with_longest_prompt(config, held_out)
+    check_sizes(check_sampling(config, shape), shape, {"generator"})
     check_completions("num_prompts", len(held_out), num_samples, max_tokens=config.longest_completion)
     tasks = task_table(config.prompts.tasks)
     dry_call(config.rewards, tasks, held_out, functions=functions, group_size=num_samples)
@@ -233,8 +237,8 @@ def evaluate(
 
 def _check(
     config: RunConfig, functions: Functions, environments: Given | None, num_prompts: int, num_samples: int
-) -> None:
-    """Raise ConfigError for what could not be evaluated, before anything is sampled."""
+) -> TransformerConfig:
+    """Return the model's sizes. ConfigError for what could not be evaluated, before anything is read or sampled."""
     if num_samples < 1:
         raise ConfigError("an evaluation needs at least one sample per prompt", got=num_samples, allowed=">= 1")
     check_environments(config, environments)
@@ -244,6 +248,14 @@ def _check(
     shape = check_policy(config)
     check_sizes(check_sampling(config, shape), shape, {"generator"})
     check_completions("num_prompts", num_prompts, num_samples, max_tokens=config.longest_completion)
+    return shape
+
+
+def _with_longest_prompt(config: RunConfig, held_out: Sequence[Prompt]) -> RunConfig:
+    """Return `config` with the longest prompt, as the run had it: its training prompts, which are not read here, count
+    as its summary says."""
+    of_run = longest_prompt(Path(str(config.model.path)).parent)
+    return config.with_longest_prompt(max(of_run, *(len(prompt.tokens) for prompt in held_out)))
 
 
 def _scored(

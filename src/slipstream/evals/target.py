@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.lora_section import LoraConfig
-from slipstream.core.recipes import load_recipe, merge, nested, resolve, table_of, with_checkpoints, with_stage_paths
+from slipstream.core.recipes import (
+    load_recipe,
+    merge,
+    nested,
+    policy_left,
+    resolve,
+    saved_tables,
+    table_of,
+    with_checkpoints,
+    with_stage_paths,
+)
 from slipstream.core.run_lock import LOCK_FILE
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
@@ -42,14 +52,16 @@ def eval_target(
     if recipe is None and not is_run:
         raise ConfigError("a checkpoint alone does not say what to ask it", got=str(path), hint="add --recipe")
     if recipe is None:
-        recipe = path / "config.toml"
+        recipe = saved_tables(path)
     tables = recipe if isinstance(recipe, Mapping) else load_recipe(recipe)
     # The checkpoint has its adapters, and gets no new ones.
     over: dict[str, Any] = {"model": {"path": str(checkpoint), "revision": None, "lora": LoraConfig().model_dump()}}
     if data is not None:
         over["prompts"] = {"tasks": [], "dataset": str(data), "eval_dataset": str(data), "streaming": False}
     if num_prompts is not None or data is not None:
-        over["eval"] = {"num_prompts": 1} | ({"sets": []} if data is not None else {})  # the number is the caller's
+        over["eval"] = {"num_prompts": 1}  # the number is the caller's
+    if data is not None:
+        over["eval"] |= {"sets": [], "metric": None, "stop_at": None}  # the run's rules may go by a set's measure
     given = nested(overrides or {})
     config = resolve(tables, merge(given, over))
     _check_asked(config, table_of(given, "prompts"), data)
@@ -60,7 +72,8 @@ def eval_target(
     run_dir = _run_of(path)
     if run_dir is not None:
         config = with_stage_paths(config, run_dir)
-    config = with_folders(pinned(config, tell=tell, only={"rewards.models.path"}), tell=tell, is_first=True)
+    only = {"rewards.models.path"}
+    config = with_folders(pinned(config, tell=tell, only=only), tell=tell, is_first=True, only=only)
     _check_reward_models(config, run_dir)
     return checkpoint, config
 
@@ -136,13 +149,8 @@ def _checkpoint_in(path: Path) -> tuple[Path, bool]:
 
 
 def _left_by(run_dir: Path) -> Path:
-    """The folder of the policy that a run leaves: RL's, or without RL that of the last stage that trains one."""
-    if (run_dir / "model").is_dir():
-        return run_dir / "model"
     stages = load_recipe(run_dir / "config.toml").get("stages")
-    if isinstance(stages, list) and "rl" not in stages:
-        return next((run_dir / stage / "model" for stage in ("dpo", "sft") if stage in stages), run_dir / "model")
-    return run_dir / "model"
+    return policy_left(run_dir, stages if isinstance(stages, list) else ())
 
 
 def _run_of(path: Path) -> Path | None:

@@ -9,9 +9,10 @@ about 1 + 2/n of it where n ranks have equal parts.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.core.errors import CheckpointError, ShapeError
+from slipstream.core.disk import HINTS
+from slipstream.core.errors import DiskError, ShapeError
 from slipstream.core.rank_group import RankGroup, lost_rank
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf import split_names, weight_file, write_configs, write_index
@@ -43,40 +45,46 @@ def export_sharded(
 
     All ranks call it, and return when everything is written; what `save_model` would write of the whole model, tensor
     by tensor the same bits. Messages are CPU tensors: `group` needs gloo for them. Raises ShapeError when the ranks do
-    not hold the whole model, CheckpointError on all ranks when one could not write.
+    not hold the whole model, DiskError on all ranks when one could not write.
     """
     path = Path(path)
     held = gather_holdings(holdings(shards), group)
     plan = plan_export(held, config, max_file_bytes=max_file_bytes)
-    problem = ""
-    if group.is_leader:
+
+    def write_about() -> None:
+        write_configs(path, config, next(iter(plan.entries.values())).dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+
+    def write_tensors() -> None:
+        tensors = _Exchange(plan, shards, group).tensors()
         try:
-            write_configs(path, config, next(iter(plan.entries.values())).dtype)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(path)
-        except OSError as error:
-            problem = str(error)
-    _raise_together(group, problem, path)
-    tensors = _Exchange(plan, shards, group).tensors()
-    for file in (file for file in plan.files if file.rank == group.rank):
-        entries = {name: plan.entries[name] for name in file.names}
-        try:
-            write_safetensors(path / file.name, entries, (next(tensors) for _ in file.names))
-        except OSError as error:
-            problem = f"rank {group.rank}: {error}"
-            break
-    for _ in tensors:  # others wait for what this rank gives
-        pass
-    _raise_together(group, problem, path)
-    if group.is_leader and len(plan.files) > 1:
+            for file in (file for file in plan.files if file.rank == group.rank):
+                entries = {name: plan.entries[name] for name in file.names}
+                write_safetensors(path / file.name, entries, (next(tensors) for _ in file.names))
+        finally:
+            for _ in tensors:  # others wait for what this rank gives
+                pass
+
+    def write_map() -> None:
         weight_map = {name: file.name for file in plan.files for name in file.names}
         write_index(path, dict(sorted(weight_map.items())), sum(entry.nbytes for entry in plan.entries.values()))
-    _raise_together(group, "", path)
+
+    _together(group, path, write_about if group.is_leader else None)
+    _together(group, path, write_tensors)
+    _together(group, path, write_map if group.is_leader and len(plan.files) > 1 else None)
 
 
-def _raise_together(group: RankGroup, problem: str, path: Path) -> None:
-    for told in filter(None, group.gather(problem.encode())):
-        raise CheckpointError(f"the model could not be written to {path}", got=told.decode())
+def _together(group: RankGroup, path: Path, write: Callable[[], None] | None) -> None:
+    """Call `write` where this rank has something to write. What the disk refuses one rank is a DiskError on all."""
+    told = b""
+    try:
+        if write is not None:
+            write()
+    except OSError as error:
+        told = json.dumps([error.errno, f"rank {group.rank}: {error}"]).encode()
+    for number, text in map(json.loads, filter(None, group.gather(told))):
+        raise DiskError(f"the model could not be written to {path}", got=text, hint=HINTS.get(number))
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def pinned(
 
     def pin(field: str, path: str) -> str:
         wanted = hub_id(path)
-        if wanted is None or not (_is_read(config, field) if only is None else field in only):
+        if wanted is None or not _is_read(config, field, only):
             return path
         if is_resumed and not wanted.is_pinned:
             raise ConfigError(f"'{field}' is no longer there", got=path, allowed="the folder that the run began with")
@@ -147,8 +147,11 @@ def pinned(
     return with_checkpoints(config, pin)
 
 
-def with_folders(config: RunConfig, *, tell: Tell | None = None, is_first: bool = False) -> RunConfig:
-    """Return `config` with folders of this machine's cache, filled where they are not, for its pinned hub ids.
+def with_folders(
+    config: RunConfig, *, tell: Tell | None = None, is_first: bool = False, only: Collection[str] | None = None
+) -> RunConfig:
+    """Return `config` with folders of this machine's cache, filled where they are not, for the pinned hub ids that this
+    run reads, or `only` those of these fields.
 
     What reads a checkpoint gets this; what is saved or sent to other machines keeps the ids. `is_first` in the process
     that prepares a machine for the others: it alone asks the hub about a model in the cache that has no tokenizer.
@@ -156,7 +159,7 @@ def with_folders(config: RunConfig, *, tell: Tell | None = None, is_first: bool 
 
     def folder(field: str, path: str) -> str:
         wanted = hub_id(path)
-        if wanted is None or not wanted.is_pinned:
+        if wanted is None or not wanted.is_pinned or not _is_read(config, field, only):
             return path
         return str((None if is_first else _cached(wanted, FILES)) or _folder_of(wanted, field, tell))
 
@@ -196,8 +199,11 @@ def _with_revision(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model.model_copy(update=update)})
 
 
-def _is_read(config: RunConfig, field: str) -> bool:
-    """Whether this run reads the checkpoint that `field` names: others are not downloaded for nothing."""
+def _is_read(config: RunConfig, field: str, only: Collection[str] | None) -> bool:
+    """Whether this run, or what reads `only` some fields, reads the checkpoint that `field` names: others are not
+    downloaded for nothing."""
+    if only is not None:
+        return field in only
     stages = {
         "sft.path": {"sft"},
         "preferences.path": {"preferences"},

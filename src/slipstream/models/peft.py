@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.core.errors import ConfigError, clip
-from slipstream.core.lora_section import AdapterPrecision, LoraConfig
+from slipstream.core.lora_section import BASE_FOLDER, AdapterPrecision, LoraConfig
 from slipstream.models.config import TransformerConfig
 from slipstream.models.hf_fields import read_object
 from slipstream.models.hub import ADAPTER_CONFIG, HubId, checkpoint_folder, hub_id_of, is_adapter
@@ -51,8 +51,6 @@ from slipstream.models.transformer import Transformer
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-BASE_FOLDER = "base"
-"""Folder beside those of the adapters, in which a run leaves a base that it made itself."""
 MADE = (BASE_FOLDER, "sft/model", "dpo/model")
 """Folders of a run that may have the base of its adapters, from the folder that these are in."""
 DIGEST = "base_sha256"

@@ -110,6 +110,19 @@ def read_best(run_dir: Path) -> Best | None:
         return None
 
 
+class _Prompts(msgspec.Struct, frozen=True):
+    data: Data | None = None
+
+
+def longest_prompt(run_dir: Path) -> int:
+    """Return the tokens of the longest prompt that the run in `run_dir` took; 0 where no summary says it."""
+    try:
+        data = decode_json(run_dir / "summary.json", _Prompts).data
+    except (OSError, ValueError):
+        return 0
+    return 0 if data is None else data.longest_tokens
+
+
 class Throughput(msgspec.Struct, frozen=True):
     """Over the RL phase: from the first admission to the end of the last step; None where no step was finished."""
 

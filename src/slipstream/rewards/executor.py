@@ -12,7 +12,7 @@ from slipstream.core.service_messages import Counters, EvalScored, Noted, Ready
 from slipstream.core.types import Completion, Rollout, Stop
 from slipstream.core.vetting import POISONED, Limits, completion_faults, without_tokens
 from slipstream.rewards.assembly import Assembly, ScoreEntry
-from slipstream.rewards.functions import combined_reward
+from slipstream.rewards.functions import combined_reward, why_no_reward
 from slipstream.rewards.given import Functions
 from slipstream.rewards.scorers import Scorers
 
@@ -162,7 +162,7 @@ class Rewards(Executor):
             try:
                 reward = combined_reward(self._terms, parts, violation_cap=self._config.violation_cap)
             except ValueError as error:
-                failure = str(error)
+                failure = why_no_reward(error, completion.episode)
         rollout = Rollout(
             completion=completion,
             reward=reward,

@@ -29,6 +29,7 @@ from slipstream.rewards.user_functions import check_function
 
 if TYPE_CHECKING:  # half of the time in which a worker starts
     from slipstream.core.sections import RewardModelTerm, RewardTerm
+    from slipstream.core.types import EpisodeRecord
 
 # Verifiers that run the answer's text through Python's or sympy's evaluator (reasoning-gym 0.1, math-verify 0.9), or
 # start it as a program.
@@ -368,13 +369,25 @@ def combined_reward(
     return min(reward, violation_cap) if is_violated else reward
 
 
+class NoParts(ValueError):
+    """There is nothing to sum."""
+
+
+def why_no_reward(error: ValueError, episode: EpisodeRecord | None) -> str:
+    """Return the failure of a completion whose reward has no sum; an episode's end says why nobody gave one."""
+    if episode is None or not isinstance(error, NoParts):
+        return str(error)
+    end = "a limit cut the episode before it had a reward" if episode.is_cut else "the episode ended without a reward"
+    return f"{error}: {end}"
+
+
 def weighted_sum(weights: Sequence[float], parts: Sequence[float | None]) -> float:
     """sum_i weight_i part_i over the parts that are not None; ValueError when nothing finite comes out."""
     if len(parts) != len(weights):
         raise ValueError(f"{len(parts)} parts for {len(weights)} reward functions")
     scored = [(weight, part) for weight, part in zip(weights, parts, strict=True) if part is not None]
     if not scored:
-        raise ValueError("every reward function abstained")
+        raise NoParts("every reward function abstained")
     try:
         total = math.fsum(weight * part for weight, part in scored)
     except (OverflowError, ValueError):  # beyond floats; inf - inf

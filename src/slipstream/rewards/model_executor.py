@@ -23,7 +23,7 @@ from slipstream.core.vetting import Limits, vetted
 from slipstream.models.device import scoring_device
 from slipstream.models.scoring import Sample, score
 from slipstream.models.sharded import Division, load_frozen_scalar
-from slipstream.rewards.functions import combined_reward
+from slipstream.rewards.functions import combined_reward, why_no_reward
 
 _COUNTERS_EVERY_S = 1.0
 
@@ -120,7 +120,7 @@ class ModelScorer:
         try:
             reward = combined_reward(self._terms, list(parts.values()), violation_cap=self._config.violation_cap)
         except ValueError as error:
-            return self._failed(rollout, str(error))
+            return self._failed(rollout, why_no_reward(error, rollout.completion.episode))
         return msgspec.structs.replace(rollout, reward=reward, reward_parts=parts)
 
 

@@ -67,7 +67,7 @@ def check_stages(
     if "rl" in config.stages:
         check(config, given=given, environments=environments, remote=remote)
         if config.computes_on_gpu:
-            _check_shares(config, config.prompts.max_prompt_tokens or 1, remote)  # again when prompts are read
+            _check_shares(config.with_longest_prompt(1), remote)  # again when prompts are read
     else:
         check_model_path(config)
         check_remote(config, remote)
@@ -86,12 +86,11 @@ def check_stages(
         build_judge(config.judge)
 
 
-def _check_shares(config: RunConfig, longest_prompt: int, remote: Collection[str]) -> None:
-    """Raise ConfigError where both sides do not fit one GPU with prompts of so many tokens."""
+def _check_shares(config: RunConfig, remote: Collection[str]) -> None:
+    """Raise ConfigError where both sides do not fit one GPU."""
     from slipstream.plan.one_gpu import with_shares
 
-    prompts = config.prompts.model_copy(update={"max_prompt_tokens": longest_prompt})
-    with_shares(config.model_copy(update={"prompts": prompts}), remote=remote)
+    with_shares(config, remote=remote)
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -145,7 +144,7 @@ def _check_data(config: RunConfig, run_dir: Path, given: FromPython) -> None:
         if "rl" in config.stages and config.warm_start.steps:
             check_demonstrations(config, prompts.train.prompts)
         if "rl" in config.stages and config.computes_on_gpu:
-            _check_shares(config, config.prompts.max_prompt_tokens or prompts.report.longest, given.remote)
+            _check_shares(config.with_longest_prompt(prompts.report.longest), given.remote)
         if (asked := _referred(config)) != 0:
             reference_completions(config.prompts.reference, prompts.train.prompts[:asked], tokenizer)
         _call_rewards(config, prompts, run_dir, given)
@@ -203,7 +202,7 @@ def run_stages(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str,
     Interrupts end the run early, its status then 'interrupted': resumed, RL goes on from its last checkpoint, any other
     stage begins anew.
     """
-    if not (run_dir / "config.toml").exists():
+    if not _has_begun_rl(run_dir) or is_rl_done(config, run_dir):  # else RL compares it with what was saved
         save_config(config, run_dir / "config.toml")
     told: dict[str, Any] = {}
     for stage in config.stages:
@@ -241,13 +240,17 @@ def is_done(stage: str, run_dir: Path) -> bool:
     return (run_dir / EVALUATION_FILE if stage == "evaluate" else record_path(run_dir, stage)).is_file()
 
 
+def _has_begun_rl(run_dir: Path) -> bool:
+    return (run_dir / "ledger.jsonl").exists() or bool(newest_first(run_dir / "checkpoints"))  # these need the ledger
+
+
 def _rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, Any]:
     if is_rl_done(config, run_dir):
         found: dict[str, Any] = msgspec.to_builtins(read_summary(run_dir / "summary.json"), str_keys=True)
         return found
     local = with_folders(with_stage_paths(config, run_dir))
     check(local, given=given.functions, environments=given.environments, remote=given.remote)
-    if (run_dir / "ledger.jsonl").exists() or newest_first(run_dir / "checkpoints"):  # these need the ledger
+    if _has_begun_rl(run_dir):
         return resume_rl(config, run_dir, given)
     return run_rl(config, run_dir, given)
 

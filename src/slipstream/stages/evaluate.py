@@ -53,13 +53,13 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     """
     times, settings = StageTimes(), config.evaluation
     has_rl, start = "rl" in config.stages, start_of(config, run_dir)
-    adapter = config.model.lora.path if has_rl else None  # RL goes on with it beside model.path, whatever it names
     end = run_dir / "model" if has_rl else stage_dir(run_dir, "dpo") / "model"
-    checkpoints = dict(zip(MOMENTS, (adapter or start, end), strict=True))
+    checkpoints = dict(zip(MOMENTS, (_adapter(config) or start, end), strict=True))
     with times.span("start_up"):
         tokenizer = build_tokenizer(config.model.model_copy(update={"path": str(start)}))
         with Rehearsal(config, None, private=[str(run_dir)]) as rehearsal:  # which tools prompts tell of
-            prompts = build_prompts(config, tokenizer, rehearsal.tools).eval[: config.num_evaluated]
+            read = build_prompts(config, tokenizer, rehearsal.tools)
+    prompts, config = read.eval[: config.num_evaluated], config.with_longest_prompt(read.report.longest)
     temperature = config.generator.temperature if settings.temperature is None else settings.temperature
     written: dict[str, list[Completion]] = {}
     with times.span("decode"), answering(config, tokenizer, private=[str(run_dir)]) as answer:
@@ -106,10 +106,15 @@ def run_evaluation(config: RunConfig, run_dir: Path, progress: StageProgress) ->
     return found
 
 
+def _adapter(config: RunConfig) -> str | None:
+    """Return the adapter that RL went on with beside `start_of`; after a warm start that folder has its adapters."""
+    return config.model.lora.path if "rl" in config.stages and not config.warm_start.steps else None
+
+
 def _first(config: RunConfig, start: Path) -> Transformer:
-    """Return the policy of `start`; for RL with the adapter that it went on with."""
-    model, lora = load_model(start), config.model.lora
-    return with_adapters(model, lora, seed=config.seed) if "rl" in config.stages and lora.path is not None else model
+    """Return the policy that RL, or else `dpo`, started from."""
+    model = load_model(start)
+    return model if _adapter(config) is None else with_adapters(model, config.model.lora, seed=config.seed)
 
 
 def _reference_policy(config: RunConfig, start: Path) -> Transformer:

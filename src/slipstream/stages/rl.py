@@ -36,7 +36,7 @@ from slipstream.core.hooks import Hooks, load_callbacks
 from slipstream.core.interrupts import GO_ON_VARIABLE, Interrupted, Interrupts
 from slipstream.core.jsonl import read_jsonl
 from slipstream.core.plain import plural
-from slipstream.core.recipes import resolve, save_config, with_stage_paths
+from slipstream.core.recipes import policy_flags, resolve, save_config, with_stage_paths
 from slipstream.core.run_log import Snapshot
 from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.unfinished_messages import Unfinished
@@ -192,7 +192,7 @@ def _attempt(
         prepared = _work(with_paths, run_dir, given, is_resumed=False)
     work, prompts = prepared or _build(with_paths, given, is_resumed=checkpoint is not None)  # rewards were called
     report = prompts.report
-    config, with_paths = _for_gpus(config, _with_longest_prompt(with_paths, report), given)
+    config, with_paths = _for_gpus(config, with_paths.with_longest_prompt(report.longest), given)
     cut = None if resumed is None else resumed.cut
     if cut is not None and resumed is not None:
         first = min([*cut.schedule.readmit, cut.schedule.next_ordinal])
@@ -400,12 +400,12 @@ def resume_rl(config: RunConfig, run_dir: Path, given: FromPython) -> dict[str, 
             f"'{run_dir}' has no checkpoint to go on from",
             got="a run that is done, without its checkpoints",
             allowed="the folder of a run as it was left",
-            hint=f"a new run goes on from its policy: --model.path {run_dir / 'model'}",
+            hint=f"a new run from its policy takes {policy_flags(run_dir, config)}",
         )
     notes = [] if checkpoint is None else extension(before, config, read_cut(checkpoint).schedule)
     is_resumed = checkpoint is not None
     prepared = _work(with_paths, run_dir, given, is_resumed=is_resumed)  # errors come before files are moved
-    _for_gpus(config, _with_longest_prompt(with_paths, prepared[1].report), replace(given, display=False))
+    _for_gpus(config, with_paths.with_longest_prompt(prepared[1].report.longest), replace(given, display=False))
     resumed = prepare_resume(run_dir, found)
     if (run_dir / EVALUATION_FILE).exists():  # of a policy that is trained further
         (run_dir / EVALUATION_FILE).replace(resumed.attempt / EVALUATION_FILE)
@@ -484,7 +484,7 @@ def _build(
         if private is not None and rehearsal.tools and prompts.eval[0].messages is None:
             tell(config, given, ["tools: prompts without a chat template do not show them; demonstrations alone may"])
     if config.prompts.max_prompt_tokens is None:
-        check_room(_with_longest_prompt(local, prompts.report), remote=given.remote)
+        check_room(local.with_longest_prompt(prompts.report.longest), remote=given.remote)
     return work, prompts
 
 
@@ -505,14 +505,6 @@ def _for_gpus(config: RunConfig, with_paths: RunConfig, given: FromPython) -> tu
     if chosen := [line for line in (sizes, shares) if line is not None]:
         tell(config, given, chosen)
     return config, with_paths
-
-
-def _with_longest_prompt(config: RunConfig, report: PromptReport) -> RunConfig:
-    """`config` with the longest prompt that there is, where no limit was asked for: slots are as long as it takes."""
-    if config.prompts.max_prompt_tokens is not None:
-        return config
-    prompts = config.prompts.model_copy(update={"max_prompt_tokens": report.longest})
-    return config.model_copy(update={"prompts": prompts})
 
 
 def _checked_checkpoint(config: RunConfig, run_dir: Path) -> Found:

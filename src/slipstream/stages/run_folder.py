@@ -17,13 +17,10 @@ from slipstream.core.errors import ConfigError, DiskError, SlipstreamError
 from slipstream.core.held_out import GREEDY_PREFIX, in_metrics
 from slipstream.core.interrupts import Interrupted
 from slipstream.core.jsonl import read_jsonl
-from slipstream.core.recipes import check_path, resolve
+from slipstream.core.recipes import PROMPTS_FILE, check_path, policy_flags, resolve
 from slipstream.core.run_lock import LOCK_FILE, check_free, holding
 from slipstream.models.hub import has_checkpoint
 from slipstream.observe.summary import Summary, read_summary
-
-PROMPTS_FILE = "prompts.jsonl"
-"""The prompts given from Python, in a run's directory."""
 
 
 @contextmanager
@@ -107,13 +104,13 @@ def check_goes_on(config: RunConfig, run_dir: Path) -> None:
     summary, more = read_summary(run_dir / "summary.json"), f"--steps {2 * config.steps}"
     if (cause := summary.stopped_because) in ("stop_at", "patience"):
         more = f"another --eval.{cause}, or none (null),"
-    folder, model = (quote(str(path)) for path in (run_dir, run_dir / "model"))
+    folder = quote(str(run_dir))
     page = "" if (run_dir / "report.html").exists() else f"; its page is missing: `slipstream report {folder}`"
     raise ConfigError(
         "the run is already complete",
         got=f"{summary.steps} of {config.steps} steps" + (f", ended by {cause}" if cause else ""),
         allowed="a run that was stopped before its last step, or more steps",
-        hint=f"{more} goes on with it; a new run from its policy takes --model.path {model}{page}",
+        hint=f"{more} goes on with it; a new run from its policy takes {policy_flags(run_dir, config)}{page}",
     )
 
 

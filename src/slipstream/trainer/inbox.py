@@ -133,9 +133,7 @@ class RolloutInbox:
     def save(self, command: Checkpoint) -> None:
         """Write the rollouts of groups that a resumed run would sample again, beside the checkpoint."""
         rollouts = [rollout for ordinal in command.schedule["readmit"] for rollout in self.rollouts.group(ordinal)]
-        if rollouts:
-            path = rollouts_dir(Path(command.path)) / f"{self._context.name}{SUFFIX}"
-            save_messages(path, rollouts, cut=command.cut)
+        save_messages(rollouts_dir(Path(command.path)) / f"{self._context.name}{SUFFIX}", rollouts, cut=command.cut)
 
     def restore(self, path: Path, extra: Mapping[str, Any], *, version: int) -> None:
         """Take what waited for its step when the checkpoint was made: each rank its own, dealt as they are dealt now.

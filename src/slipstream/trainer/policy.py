@@ -13,7 +13,7 @@ import torch
 from slipstream.core.config import RunConfig
 from slipstream.core.disk import sync_files
 from slipstream.core.errors import CheckpointError
-from slipstream.core.lora_section import LoraConfig
+from slipstream.core.lora_section import BASE_FOLDER, LoraConfig
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.training_sections import OptimizerConfig
 from slipstream.core.weights import WeightsPublisher
@@ -25,7 +25,7 @@ from slipstream.models.flat import FlatParameters
 from slipstream.models.hf import save_model
 from slipstream.models.hub import is_adapter
 from slipstream.models.lora import linear_layers, resized, shapes_of
-from slipstream.models.peft import BASE_FOLDER, recorded_digest, save_adapter
+from slipstream.models.peft import recorded_digest, save_adapter
 from slipstream.models.quantized import Packer, WeightLayout
 from slipstream.models.sharded import (
     Division,
