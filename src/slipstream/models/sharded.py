@@ -549,13 +549,12 @@ class ShardedParameters:
             add_of_peer(self._locals[name].grad, stages, peer=stages.world - 1 - stages.rank)
 
     def non_finite_grads(self) -> list[str]:
-        flags = torch.tensor([not bool(torch.isfinite(grad).all()) for grad in self.stored_grads()])
-        flags = flags.to(torch.int64)
-        for group in (self._division.data_parallel, self._division.tensor_parallel):
-            flags = group.max(flags)
-        own = [name for name, flag in zip(self._locals, flags.tolist(), strict=True) if flag]
-        of_stages = self._division.pipeline_parallel.gather(msgspec.json.encode(own))
-        return list(dict.fromkeys(name for part in of_stages for name in msgspec.json.decode(part, type=list[str])))
+        """Return the names from all ranks, on each of them; some biases lie on the first tensor-parallel rank alone."""
+        names = [name for name, local in self._locals.items() if not local.grad.isfinite().all()]
+        for group in self._division.ranks:
+            parts = [msgspec.json.decode(part, type=list[str]) for part in group.gather(msgspec.json.encode(names))]
+            names = list(dict.fromkeys(name for part in parts for name in part))
+        return names
 
     def _counted_grads(self) -> Iterator[Tensor]:
         """Yield the gradients that this rank counts: rows that several ranks hold are counted on the first of them."""
