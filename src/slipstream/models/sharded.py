@@ -46,7 +46,14 @@ from slipstream.models.device import DTYPES
 from slipstream.models.expert_parallel import ExpertRanks
 from slipstream.models.experts import Router
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import canonical_name, logical_tensors, read_hf_config, weight_files, write_tensor
+from slipstream.models.hf import (
+    canonical_name,
+    check_tied_head,
+    logical_tensors,
+    read_hf_config,
+    weight_files,
+    write_tensor,
+)
 from slipstream.models.hub import is_adapter
 from slipstream.models.initialise import initialise
 from slipstream.models.lora import Adapter, base_of, install, precision_of, shapes_of
@@ -267,8 +274,11 @@ def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[st
 
 def read_shard(model: Transformer, path: Path) -> None:
     """Give `model`, this rank's part of one, the weights of the checkpoint in folder `path`, which has its sizes."""
-    with checkpoint_slices(path, whole_config(model)) as whole:
+    config = whole_config(model)
+    with checkpoint_slices(path, config) as whole:
         load_shard(model, whole)
+    if config.tie_embeddings:
+        check_tied_head(path, embedding=next(iter(whole_shapes(config))))
 
 
 def new_sharded(
