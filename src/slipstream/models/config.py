@@ -295,6 +295,15 @@ def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
     parts["output_bias"] = parts["qkv_bias"] and family != "qwen2"
     parts["mlp_bias"] = parts["mlp_bias"] or hf.get("mlp_bias", False)
     rope = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.0} if is_gpt2 else hf["rope_parameters"]
+    rotary_fraction = rope.get("partial_rotary_factor", 1.0)
+    if rotary_fraction != 1.0 and family not in ("gpt2", "gpt_neox"):
+        raise ConfigError(
+            f"heads of a {family} model that are rotated in part are not supported",
+            got=f"partial_rotary_factor = {rotary_fraction}",
+            allowed="1.0",
+            hint="transformers rotates whole heads of this family, whatever the field says: remove it from config.json "
+            "if the model was trained so",
+        )
     if family == "qwen3_moe":
         step, dense = hf["decoder_sparse_step"], hf["mlp_only_layers"]
         layers = range(given["num_layers"])
@@ -306,9 +315,9 @@ def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
         num_kv_heads=hf.get("num_key_value_heads") or given["num_heads"],
         head_dim=hf.get("head_dim") or given["hidden_size"] // given["num_heads"],
         rope_theta=rope["rope_theta"],
-        rotary_fraction=rope.get("partial_rotary_factor", 1.0),
+        rotary_fraction=rotary_fraction,
         rope_scaling=_rope_scaling(rope),
-        parallel_residual=hf.get("use_parallel_residual", False),
+        parallel_residual=family == "gpt_neox" and hf["use_parallel_residual"],
         eos_token_ids=_eos(hf),
     )
 
