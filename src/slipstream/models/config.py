@@ -161,7 +161,8 @@ def _divides(config: TransformerConfig, world: int) -> bool:
 
 
 def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) -> TransformerConfig:
-    """The `TransformerConfig` of a parsed `config.json`; `max_positions` lowers the longest sequence, in tokens.
+    """The `TransformerConfig` of a parsed `config.json`; `max_positions` lowers the longest sequence, in tokens, but for
+    learned positions, which are weights.
 
     transformers' own config class fills in defaults and old spellings; it sees `hf_fields.known_fields` only. Raises
     ConfigError for values out of range, and for an architecture or option whose logits this decoder would not
@@ -192,7 +193,7 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
             got=f"eos_token_id = {outside[0]}",
             allowed=f"0..{config.vocab_size - 1} (vocab_size = {config.vocab_size})",
         )
-    if max_positions is not None:
+    if max_positions is not None and config.rotary_dim:
         config = replace(config, max_positions=min(max_positions, config.max_positions))
     window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
     if window is not None and window < config.max_positions:
