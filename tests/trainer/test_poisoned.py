@@ -242,7 +242,9 @@ def test_an_id_that_a_model_beside_the_policy_lacks_is_poison(kind, tmp_path):
     run = Run(tmp_path, model={"path": str(tmp_path / "policy")}, **BESIDE[kind](str(tmp_path / "beside")))
     padding = len(tokenizer) + 8
     groups = make_groups(4, 3, seed=7)
-    groups = replaced(groups, (1, 0), lambda one: with_segment(one, tokens=np.full_like(one.completion.tokens, padding)))
+    groups = replaced(
+        groups, (1, 0), lambda one: with_segment(one, tokens=np.full_like(one.completion.tokens, padding))
+    )
     for group in groups:
         for rollout in group.rollouts:
             run.rollouts.put(rollout)

@@ -161,9 +161,9 @@ def _divides(config: TransformerConfig, world: int) -> bool:
 
 
 def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) -> TransformerConfig:
-    """The `TransformerConfig` of a parsed `config.json`; `max_positions` lowers the longest sequence, in tokens, but for
-    learned positions, which are weights.
+    """The `TransformerConfig` of a parsed `config.json`; `max_positions` lowers the longest sequence, in tokens.
 
+    Learned positions are weights, and all of them stay.
     transformers' own config class fills in defaults and old spellings; it sees `hf_fields.known_fields` only. Raises
     ConfigError for values out of range, and for an architecture or option whose logits this decoder would not
     reproduce.

@@ -54,8 +54,8 @@ def load_model(
 
     An adapter's folder stands for its base with the adapter.
 
-    Raises ConfigError for a folder without a checkpoint, an unsupported architecture, and for missing, unexpected or
-    misshapen tensors, which it lists.
+    Raises ConfigError for a folder without a checkpoint, an unsupported architecture, a head that differs from the
+    embedding it is tied to, and for missing, unexpected or misshapen tensors, which it lists.
     """
     path = Path(path)
     if is_adapter(path):
