@@ -165,6 +165,8 @@ KEPT = {
     "none": (lambda r: sound(), "no kept sets"),
     "not all": (lambda r: with_segment(r, 2, kept_tokens=None, kept_counts=None), "1 of 2 segments"),
     "no counts": (lambda r: with_segment(r, 0, kept_counts=None), "wrong shape"),
+    "above the vocabulary": (lambda r: with_segment(r, 0, kept_tokens=ints(4, 9, 50, 0, 1)), "ids 0..50"),
+    "negative": (lambda r: with_segment(r, 2, kept_tokens=ints(3, 49, 0, 1, -1)), "ids -1..49"),
     "empty set": (lambda r: with_segment(r, 0, kept_counts=ints(0, 3, 2)), "empty kept set"),
     "wrong sizes": (lambda r: with_segment(r, 0, kept_counts=ints(1, 2, 3)), "do not fit"),
     "a token not of its set": (

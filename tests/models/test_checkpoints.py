@@ -17,6 +17,7 @@ from slipstream.models.attention import PackedAttention
 from slipstream.models.config import MIXTURES
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.initialise import new_model
+from slipstream.models.sharded import Division, load_sharded
 from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
@@ -26,6 +27,10 @@ FRESH = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads
 def logits(model):
     with torch.no_grad():
         return model.logits(model(TOKENS, torch.arange(len(TOKENS)), PackedAttention([len(TOKENS)])))
+
+
+def change_json(file, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def their_logits(folder):
@@ -136,6 +141,23 @@ def test_old_buffers_and_copies_of_a_tied_head_are_ignored(checkpoint, tmp_path)
     }
     save_file(tensors | extra, tmp_path / "model.safetensors")
     assert torch.equal(logits(load_model(tmp_path)), logits(load_model(folder)))
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gpt_neox_sequential", "gpt2"])
+def test_a_head_that_is_no_copy_of_the_embedding_it_is_tied_to_is_refused(case, checkpoint, tmp_path):
+    """transformers computes with such a head, whatever config.json says."""
+    theirs, folder = checkpoint(case)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "embed_out.weight" if case.startswith("gpt_neox") else "lm_head.weight"
+    head = theirs.get_input_embeddings().weight.detach().flip(0)
+    save_file(tensors | {name: head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (their_logits(tmp_path) - their_logits(folder)).abs().max() > 1.0
+    for load in (load_model, lambda path: load_sharded(path, Division())):
+        with pytest.raises(ConfigError, match=f"{name}, which is not .*\n.*\n.*tie_word_embeddings = false"):
+            load(tmp_path)
+    change_json(tmp_path / "config.json", tie_word_embeddings=False)
+    torch.testing.assert_close(logits(load_model(tmp_path)), their_logits(tmp_path), atol=1e-5, rtol=0)
 
 
 def test_gpt2_without_its_prefix(checkpoint, tmp_path):

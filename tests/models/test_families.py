@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -153,6 +154,8 @@ def test_old_spellings_are_understood():
         ({"model_type": "mistral"}, "sliding_window = 4096"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding_window = 8"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "GPT-2"),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"model_type": "qwen3_moe", "rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
     ],
 )
 def test_what_we_would_get_wrong_is_refused(raw, message):
@@ -166,6 +169,21 @@ def test_biases_are_read_where_the_family_reads_them():
         for said in (True, False):
             config = config_from_hf({"model_type": family, "attention_bias": said, "sliding_window": None})
             assert config.qkv_bias == (said if has_bias is None else has_bias)
+
+
+@pytest.mark.parametrize("case", ["llama_tied", "mistral", "qwen3", "mixtral", "gpt2"])
+def test_fields_of_another_family_change_nothing(case, checkpoint, tmp_path):
+    """transformers passes them over: the layers of these families do not look at them."""
+    _, folder = checkpoint(case)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((folder / "config.json").read_text()) | {"use_parallel_residual": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tokens, positions = packed_inputs(LENGTHS)
+    with torch.no_grad():
+        ours = packed_logits(load_model(tmp_path), tokens, positions, LENGTHS)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+        expected = torch.cat([theirs(sequence[None]).logits[0] for sequence in tokens.split(LENGTHS)])
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_window_longer_than_the_sequences_does_not_matter():

@@ -233,6 +233,15 @@ def test_sharded_scalar_checkpoints(classifier, tmp_path):
     assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("case", ["qwen3", "gpt2"])
+def test_a_model_with_more_positions_than_are_wanted_is_read(case, classifier):
+    """A critic's checkpoint may have more than the policy; learned ones are weights, and stay."""
+    theirs, folder = classifier(case)
+    ours = load_scalar_model(folder, max_positions=32)
+    assert ours.config.max_positions == (64 if case == "gpt2" else 32)
+    torch.testing.assert_close(last_values(ours), their_scores(theirs, "right"), atol=1e-4, rtol=0)
+
+
 def test_a_padding_token_that_ends_sequences_is_left_out(tmp_path):
     """transformers would score the token before the end, and in silence."""
     backbone = new_model(ModelConfig(**TINY), VOCAB_SIZE, 0, eos_token_id=1, pad_token_id=1)

@@ -1,13 +1,14 @@
 """A poisoned completion costs its own tokens and nothing else, whatever the loss; the trainer outlives all of them."""
 
 import math
+from contextlib import closing
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from test_executor_over_ranks import Offers, Port, Spans, demonstrations
-from training_data import make_groups, make_rollout, run_config, scored_group, tiny_policy
+from training_data import TINY, make_groups, make_rollout, run_config, scored_group, tiny_policy
 
 from slipstream.batching import collate
 from slipstream.batching.buffer import GroupBuffer
@@ -18,6 +19,9 @@ from slipstream.core.run_log import read_rollouts
 from slipstream.core.service_messages import Counters, Ready
 from slipstream.core.types import Group, GroupScored, Skip, StepDone, Stop, TrainStep, VersionSpan
 from slipstream.core.vetting import POISONED, Limits, vetted
+from slipstream.models.hf import save_model
+from slipstream.models.initialise import new_model
+from slipstream.models.tokenizer import CharTokenizer
 from slipstream.observe.tokens import read_tokens
 from slipstream.trainer.critic import Critic
 from slipstream.trainer.executor import Trainer
@@ -220,3 +224,33 @@ def test_the_trainer_takes_poison_records_it_and_goes_on(tmp_path):
     assert {lines[5, sample].outcome for sample in range(3)} == {"failed"}
     tokens = {(line.ordinal, line.sample): line for line in read_tokens(tmp_path / "tokens.jsonl")}
     assert set(tokens) == {(0, 0), (0, 2)}, "what was emptied has none"
+
+
+BESIDE = {
+    "reference": lambda path: {"kl": {"coef": 0.1, "reference": path}},
+    "critic": lambda path: {"loss": {"name": "ppo", "advantages": "gae"}, "critic": {"path": path}},
+    "teacher": lambda path: {"loss": {"name": "distill"}, "teacher": {"path": path}},
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_an_id_that_a_model_beside_the_policy_lacks_is_poison(kind, tmp_path):
+    """Checkpoints of one family have unlike numbers of rows for ids that are no tokens, and a policy may sample its."""
+    tokenizer = CharTokenizer()
+    for name, num_more in (("policy", 9), ("beside", 1)):
+        save_model(new_model(TINY, len(tokenizer) + num_more, seed=0), tmp_path / name, tokenizer)
+    run = Run(tmp_path, model={"path": str(tmp_path / "policy")}, **BESIDE[kind](str(tmp_path / "beside")))
+    padding = len(tokenizer) + 8
+    groups = make_groups(4, 3, seed=7)
+    groups = replaced(
+        groups, (1, 0), lambda one: with_segment(one, tokens=np.full_like(one.completion.tokens, padding))
+    )
+    for group in groups:
+        for rollout in group.rollouts:
+            run.rollouts.put(rollout)
+    run.commands.put(TrainStep(step=0, ordinals=(0, 1, 2, 3)))
+    with closing(run.trainer):
+        run.step()
+    assert [event.num_poisoned for event in run.of(GroupScored)] == [0, 1, 0, 0]
+    assert f"token id {padding} at 0, where the vocabulary has {len(tokenizer) + 1}" in run.of(GroupScored)[1].failure
+    assert math.isfinite(run.of(StepDone)[0].metrics["loss"])

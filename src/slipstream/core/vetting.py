@@ -69,7 +69,8 @@ class Limits:
         brings_reference: bool,
         routed: tuple[int, int, int] | None = None,
     ) -> Limits:
-        """Return the limits of a run's trainer; `vocab_size`, `max_positions` and `routed` are its policy's."""
+        """Return the limits of a run's trainer: `max_positions` and `routed` of its policy, the least `vocab_size` of
+        all models that read what it gets."""
         return cls(
             vocab_size=vocab_size,
             max_new_tokens=config.longest_completion,
@@ -208,7 +209,7 @@ def _form_fault(completion: Completion, limits: Limits, newest_version: int | No
     if (fault := _routes_fault(completion, limits.routed)) is not None:
         return fault
     is_trained = limits.num_trained is None or completion.sample < limits.num_trained
-    return _kept_fault(completion, limits.keeps_sets) if is_trained and (has_kept or limits.keeps_sets) else None
+    return _kept_fault(completion, limits) if is_trained and (has_kept or limits.keeps_sets) else None
 
 
 def _routes_fault(completion: Completion, routed: tuple[int, int, int] | None) -> str | None:
@@ -283,7 +284,8 @@ def _sampled_fault(segment: Segment, *, oldest: int, newest: int | None) -> str 
     return None
 
 
-def _kept_fault(completion: Completion, keeps_sets: bool | None) -> str | None:
+def _kept_fault(completion: Completion, limits: Limits) -> str | None:
+    keeps_sets, vocab_size = limits.keeps_sets, limits.vocab_size or math.inf
     sampled = [segment for segment in completion.segments if segment.is_sampled]
     carrying = [segment for segment in sampled if segment.kept_tokens is not None or segment.kept_counts is not None]
     if keeps_sets is False and carrying:
@@ -298,6 +300,8 @@ def _kept_fault(completion: Completion, keeps_sets: bool | None) -> str | None:
             return "kept sets of the wrong shape or type"
         if len(counts) and int(counts.min()) < 1:
             return "an empty kept set"
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            return f"kept sets of token ids {tokens.min()}..{tokens.max()}, where the vocabulary has {vocab_size}"
         try:
             check_kept_sets(segment.tokens, tokens, counts)
         except ShapeError as error:

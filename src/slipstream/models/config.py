@@ -163,6 +163,7 @@ def _divides(config: TransformerConfig, world: int) -> bool:
 def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) -> TransformerConfig:
     """The `TransformerConfig` of a parsed `config.json`; `max_positions` lowers the longest sequence, in tokens.
 
+    Learned positions are weights, and all of them stay.
     transformers' own config class fills in defaults and old spellings; it sees `hf_fields.known_fields` only. Raises
     ConfigError for values out of range, and for an architecture or option whose logits this decoder would not
     reproduce.
@@ -192,7 +193,7 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
             got=f"eos_token_id = {outside[0]}",
             allowed=f"0..{config.vocab_size - 1} (vocab_size = {config.vocab_size})",
         )
-    if max_positions is not None:
+    if max_positions is not None and config.rotary_dim:
         config = replace(config, max_positions=min(max_positions, config.max_positions))
     window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
     if window is not None and window < config.max_positions:
@@ -295,6 +296,15 @@ def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
     parts["output_bias"] = parts["qkv_bias"] and family != "qwen2"
     parts["mlp_bias"] = parts["mlp_bias"] or hf.get("mlp_bias", False)
     rope = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.0} if is_gpt2 else hf["rope_parameters"]
+    rotary_fraction = rope.get("partial_rotary_factor", 1.0)
+    if rotary_fraction != 1.0 and family not in ("gpt2", "gpt_neox"):
+        raise ConfigError(
+            f"heads of a {family} model that are rotated in part are not supported",
+            got=f"partial_rotary_factor = {rotary_fraction}",
+            allowed="1.0",
+            hint="transformers rotates whole heads of this family, whatever the field says: remove it from config.json "
+            "if the model was trained so",
+        )
     if family == "qwen3_moe":
         step, dense = hf["decoder_sparse_step"], hf["mlp_only_layers"]
         layers = range(given["num_layers"])
@@ -306,9 +316,9 @@ def _from_hf(family: str, hf: Mapping[str, Any]) -> TransformerConfig:
         num_kv_heads=hf.get("num_key_value_heads") or given["num_heads"],
         head_dim=hf.get("head_dim") or given["hidden_size"] // given["num_heads"],
         rope_theta=rope["rope_theta"],
-        rotary_fraction=rope.get("partial_rotary_factor", 1.0),
+        rotary_fraction=rotary_fraction,
         rope_scaling=_rope_scaling(rope),
-        parallel_residual=hf.get("use_parallel_residual", False),
+        parallel_residual=family == "gpt_neox" and hf["use_parallel_residual"],
         eos_token_ids=_eos(hf),
     )
 

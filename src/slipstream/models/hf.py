@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ IGNORED_SUFFIXES = (
     ".attention.masked_bias",
 )
 """Constant buffers that old checkpoints carry along."""
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""The names of heads; a tied one has no tensor of its own."""
 MAX_SHOWN = 5
 """Wrong tensors that an error lists: it is to fit one screen."""
 
@@ -51,8 +54,8 @@ def load_model(
 
     An adapter's folder stands for its base with the adapter.
 
-    Raises ConfigError for a folder without a checkpoint, an unsupported architecture, and for missing, unexpected or
-    misshapen tensors, which it lists.
+    Raises ConfigError for a folder without a checkpoint, an unsupported architecture, a head that differs from the
+    embedding it is tied to, and for missing, unexpected or misshapen tensors, which it lists.
     """
     path = Path(path)
     if is_adapter(path):
@@ -64,6 +67,8 @@ def load_model(
     problems += [f"missing {name}" for name in wanted]
     if problems:
         raise misfit(path, problems, allowed=f"exactly the tensors of a {config.family} model")
+    if config.tie_embeddings:
+        check_tied_head(path, embedding=layout(model)[0].name)
     return model
 
 
@@ -149,10 +154,40 @@ def canonical_name(name: str, wanted: Collection[str], tied: bool) -> str | None
     """Our name of a stored tensor; None for what carries no information (old buffers, the copy of a tied head)."""
     if name.endswith(IGNORED_SUFFIXES) and name not in wanted:
         return None
-    if tied and name in ("lm_head.weight", "embed_out.weight"):
+    if tied and name in HEADS:
         return None
     prefixed = f"transformer.{name}"  # GPT-2's first checkpoints leave it out
     return prefixed if prefixed in wanted else name
+
+
+def check_tied_head(path: Path, *, embedding: str) -> None:
+    """Raise ConfigError where the files in folder `path` have a head that is no copy of the `embedding` it is tied to.
+
+    transformers does not tie these: it computes with the head. The files have been read, so the embedding is there.
+    """
+    stored: dict[str | None, Any] = {}
+    with ExitStack() as stack:
+        for file in weight_files(path):
+            tensors = stack.enter_context(open_tensors(file))
+            names = {canonical_name(name, (embedding,), tied=False): name for name in tensors.keys()}  # noqa: SIM118
+            stored |= {ours: tensors.get_slice(names[ours]) for ours in (embedding, *HEADS) if ours in names}
+        own = stored.pop(embedding)
+        for name, head in stored.items():
+            if not _are_equal(head, own):
+                raise ConfigError(
+                    f"the checkpoint in {path} has a head of its own, which config.json ties to the embedding",
+                    got=f"{name}, which is not {embedding}",
+                    allowed="a copy of the embedding, or no head",
+                    hint="transformers computes with this head: say tie_word_embeddings = false in its config.json",
+                )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two matrices in files are equal; a few rows of them are in memory at once."""
+    return one.get_shape() == other.get_shape() and all(
+        torch.equal(one[start : start + 1024].float(), other[start : start + 1024].float())
+        for start in range(0, one.get_shape()[0], 1024)
+    )
 
 
 def write_tensor(tensor: LogicalTensor, value: Tensor) -> list[str]:

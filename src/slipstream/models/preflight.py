@@ -14,7 +14,7 @@ from slipstream.models.build import build_tokenizer, policy_tokenizer_folder, st
 from slipstream.models.config import TransformerConfig, config_from_hf, new_config
 from slipstream.models.expert_parallel import check_experts
 from slipstream.models.foreign_text import rehearse_tokenizer
-from slipstream.models.hf import canonical_name, misfit, read_hf_config, weight_files
+from slipstream.models.hf import HEADS, canonical_name, misfit, read_hf_config, weight_files
 from slipstream.models.hub import is_adapter
 from slipstream.models.layout import layout
 from slipstream.models.lora import AdapterShape
@@ -179,7 +179,7 @@ def check_checkpoint(path: Path, head: Head) -> TransformerConfig:
             hint="it is a language model: a reward model's folder is needed",
         )
     if is_scored:
-        wanted = {name: of for name, of in wanted.items() if name not in ("lm_head.weight", "embed_out.weight")}
+        wanted = {name: of for name, of in wanted.items() if name not in HEADS}
         wanted[HEAD_NAME] = (1, shape.hidden_size)
     problems = []
     for stored_name, header in stored.items():

@@ -46,7 +46,14 @@ from slipstream.models.device import DTYPES
 from slipstream.models.expert_parallel import ExpertRanks
 from slipstream.models.experts import Router
 from slipstream.models.flat import FlatParameters
-from slipstream.models.hf import canonical_name, logical_tensors, read_hf_config, weight_files, write_tensor
+from slipstream.models.hf import (
+    canonical_name,
+    check_tied_head,
+    logical_tensors,
+    read_hf_config,
+    weight_files,
+    write_tensor,
+)
 from slipstream.models.hub import is_adapter
 from slipstream.models.initialise import initialise
 from slipstream.models.lora import Adapter, base_of, install, precision_of, shapes_of
@@ -267,8 +274,11 @@ def checkpoint_slices(path: Path, config: TransformerConfig) -> Iterator[dict[st
 
 def read_shard(model: Transformer, path: Path) -> None:
     """Give `model`, this rank's part of one, the weights of the checkpoint in folder `path`, which has its sizes."""
-    with checkpoint_slices(path, whole_config(model)) as whole:
+    config = whole_config(model)
+    with checkpoint_slices(path, config) as whole:
         load_shard(model, whole)
+    if config.tie_embeddings:
+        check_tied_head(path, embedding=next(iter(whole_shapes(config))))
 
 
 def new_sharded(
@@ -549,13 +559,12 @@ class ShardedParameters:
             add_of_peer(self._locals[name].grad, stages, peer=stages.world - 1 - stages.rank)
 
     def non_finite_grads(self) -> list[str]:
-        flags = torch.tensor([not bool(torch.isfinite(grad).all()) for grad in self.stored_grads()])
-        flags = flags.to(torch.int64)
-        for group in (self._division.data_parallel, self._division.tensor_parallel):
-            flags = group.max(flags)
-        own = [name for name, flag in zip(self._locals, flags.tolist(), strict=True) if flag]
-        of_stages = self._division.pipeline_parallel.gather(msgspec.json.encode(own))
-        return list(dict.fromkeys(name for part in of_stages for name in msgspec.json.decode(part, type=list[str])))
+        """Return the names from all ranks, on each of them; some biases lie on the first tensor-parallel rank alone."""
+        names = [name for name, local in self._locals.items() if not local.grad.isfinite().all()]
+        for group in self._division.ranks:
+            parts = [msgspec.json.decode(part, type=list[str]) for part in group.gather(msgspec.json.encode(names))]
+            names = list(dict.fromkeys(name for part in parts for name in part))
+        return names
 
     def _counted_grads(self) -> Iterator[Tensor]:
         """Yield the gradients that this rank counts: rows that several ranks hold are counted on the first of them."""

@@ -44,7 +44,14 @@ from slipstream.trainer.following import FollowingReference
 from slipstream.trainer.inbox import RolloutInbox
 from slipstream.trainer.logit_room import choose_logits, free_bytes
 from slipstream.trainer.loss_checks import needed_columns
-from slipstream.trainer.measure import Auxiliary, brings_reference, follows_warm_start, probed, reference_path
+from slipstream.trainer.measure import (
+    Auxiliary,
+    brings_reference,
+    follows_warm_start,
+    least_vocabulary,
+    probed,
+    reference_path,
+)
 from slipstream.trainer.policy import Policy
 from slipstream.trainer.rank_axes import RankAxes
 from slipstream.trainer.records import Records, TokenSample
@@ -100,7 +107,7 @@ class Trainer(Executor):
         model = self.policy.model.config
         limits = Limits.of(
             config,
-            vocab_size=model.vocab_size,
+            vocab_size=least_vocabulary(config, model.vocab_size),
             max_positions=model.max_positions,
             brings_reference=brings_reference(config),
             routed=(model.num_layers, model.experts_per_token, model.num_experts),

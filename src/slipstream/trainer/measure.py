@@ -23,12 +23,13 @@ from slipstream.core.packed import Batching, PackedMicrobatch, TrainSequence, em
 from slipstream.core.rank_group import RankGroup
 from slipstream.core.spans import Spans
 from slipstream.core.types import Group, Rollout
-from slipstream.models.config import MAX_LOGITS
+from slipstream.models.config import MAX_LOGITS, config_from_hf
 from slipstream.models.head import head_logprobs
+from slipstream.models.hf import read_hf_config
 from slipstream.models.packed import at_targets
 from slipstream.models.transformer import OneRank, Transformer
 from slipstream.trainer.critic import Critic
-from slipstream.trainer.loss_checks import needed_columns
+from slipstream.trainer.loss_checks import needed_columns, needs_reference
 from slipstream.trainer.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -87,6 +88,17 @@ def follows_warm_start(config: RunConfig) -> bool:
 def reference_path(config: RunConfig, run_dir: Path) -> str | None:
     """Return the folder of the reference's checkpoint; None: the model that the policy starts from."""
     return str(run_dir / "reference") if follows_warm_start(config) else config.kl.reference
+
+
+def least_vocabulary(config: RunConfig, vocab_size: int) -> int:
+    """Return how many token ids all models know that read what a policy of `vocab_size` has sampled.
+
+    Checkpoints of one family may have unlike numbers of rows for ids that are no tokens; a policy may sample its own.
+    """
+    reference = config.kl.reference if needs_reference(config) else None
+    critic = config.critic.path if config.has_critic and config.critic.model == "own" else None
+    paths = [Path(path) for path in (reference, critic, config.teacher.path) if path is not None]
+    return min([vocab_size, *(config_from_hf(read_hf_config(path)).vocab_size for path in paths)])
 
 
 def measured_columns(
