@@ -320,6 +320,12 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
     wrong("vllm precision", {"generator": {**VLLM, "precision": "int8"}}, "without scales", "'bfloat16'"),
     wrong("vllm seeds", {"generator": {**VLLM, "seeds": "per_replica"}}, "its own noise", "'shared'"),
     wrong("vllm cold", {"generator": {**VLLM, "temperature": 1e-4}}, "no lower temperature", "at least 0.01"),
+    wrong(
+        "vllm cold evaluation",
+        {"generator": VLLM, "eval": {"sets": [{"name": "a"}, {"name": "b", "temperature": 0.005}]}},
+        "no lower temperature",
+        "eval.sets.1.temperature = 0.005",
+    ),
     wrong("vllm cuts", {"generator": {**VLLM, "top_p": 0.9, "min_p": 0.1}}, "min_p before top_p", "one of the two"),
     wrong("vllm device", {"generator": {**VLLM, "device": "cuda"}}, "native engine's", "leave it out"),
     wrong("vllm args", {"generator": {"vllm": {"engine_args": {"model": "x"}}}}, "set by Slipstream", "with model"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from in_process import InProcess
 
 from slipstream.core import wire
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.errors import CheckpointError, WeightSyncError
 from slipstream.core.peer_messages import Holding, LinkMember, WeightsLinked, WeightsOffered
 from slipstream.weight_sync import link_group
 from slipstream.weight_sync.copying import HostMemory
@@ -27,7 +29,7 @@ from slipstream.weight_sync.link_group import Ends, LinkGroup, Tag, plan_of
 from slipstream.weight_sync.relay import Shelf, SlotSource
 from slipstream.weight_sync.resharding import Place
 from slipstream.weight_sync.slots import Commit, Slots
-from slipstream.weight_sync.weight_links import Links
+from slipstream.weight_sync.weight_links import STAGING_NICENESS, Links, give_way
 
 ROWS, COLUMNS = 60, 16
 LINKED = WeightsLinked(replica=0, world=2, sources=2, epoch=1)
@@ -249,3 +251,38 @@ def test_more_may_be_sent_than_are_ever_waited_for(link: tuple[LinkGroup, LinkGr
         last.wait(timedelta(seconds=30))
         last.wait(timedelta(seconds=30))  # at once
         assert values.result(30) == list(range(50))
+
+
+def test_a_receiver_with_another_base_is_told_so_and_not_linked_again(tmp_path: Path) -> None:
+    """No version will ever fit: a lost transfer would be asked for again without end."""
+
+    def new_links() -> Links:
+        return Links(dist.FileStore(str(tmp_path / "links"), -1), memory=HostMemory(), bucket_bytes=100, timeout_s=20.0)
+
+    linked, whole = msgspec.structs.replace(LINKED, world=1, sources=1), holding((0, ROWS), (0, COLUMNS))
+    theirs, ours = (msgspec.structs.replace(whole, base=base * 64) for base in "ab")
+    sending, receiving = new_links(), new_links()
+    sending.serve(linked, SlotSource(InProcess(HostMemory()).create(ROWS * COLUMNS, 1, theirs)), 0)
+    reader = receiving.receive(linked, 0, Shelf(ours))
+    with pytest.raises(CheckpointError, match="different base models"):
+        reader.fetch(offer(0), torch.zeros(ROWS * COLUMNS, dtype=torch.uint8))
+    reader.close()
+    sending.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+@pytest.mark.parametrize("niceness", [STAGING_NICENESS - 5, STAGING_NICENESS + 5])
+def test_a_thread_gives_way_and_never_asks_for_more(niceness: int) -> None:
+    """More than it began with is refused to all but root, and then no version would ever be staged."""
+    found: list[int] = []
+
+    def staging() -> None:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, thread))
+
+    thread = threading.Thread(target=staging)
+    thread.start()
+    thread.join(30)
+    assert found == [max(niceness, STAGING_NICENESS)]

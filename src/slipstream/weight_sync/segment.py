@@ -43,6 +43,8 @@ _MARKER = struct.Struct("<Q")
 _MIRROR = struct.Struct("<QQ")  # marker, bytes of the name behind it
 _COMMITTED = 0x434F4D4D49545445  # any number that is not zero by accident
 _PAGE_BYTES = 4096
+_ELSEWHERE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOENT}
+"""Errors of a directory for which the next one is tried."""
 _MAX_SLOTS = 64
 _MIRROR_START = _HEADER.size + _MAX_SLOTS * _RECORD.size
 _MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
@@ -203,7 +205,7 @@ class SharedMemory:
             try:
                 _allocate(path, places)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.ENOENT):
+                if error.errno not in _ELSEWHERE:
                     raise
                 path.unlink(missing_ok=True)
                 continue

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from slipstream.core.background import start_thread
-from slipstream.core.errors import ChannelError, WeightSyncError
+from slipstream.core.errors import ChannelError, CheckpointError, SlipstreamError, WeightSyncError
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
@@ -111,7 +111,8 @@ def give_way() -> None:
     """Called by such a thread, once: one core at most, and that only when decoding leaves it."""
     torch.set_num_threads(1)  # of this thread; the others keep theirs
     if sys.platform == "linux":  # where threads have priorities of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
+        thread = threading.get_native_id()  # never raised: who begins lower may not
+        os.setpriority(os.PRIO_PROCESS, thread, max(STAGING_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class _Bucket:
@@ -151,7 +152,7 @@ class LinkServer:
             self._group = LinkGroup(self._links.ends, self._linked, self._rank)
             assert self._source.holding is not None, "serve has seen to that"
             plan = self._group.agree(self._source.holding)
-        except (RuntimeError, ChannelError, WeightSyncError) as error:
+        except (RuntimeError, SlipstreamError) as error:
             self._report(error)
             return
         if self._is_closed:  # while it was made: `close` has found no group
@@ -300,7 +301,8 @@ class LinkReader:
     def fetch(self, offer: WeightsOffered, shadow: torch.Tensor) -> None:
         """Ask every source for its part of the version, in the plan's order.
 
-        Raises WeightSyncError when one fails, VersionGoneError when the first has passed on to a newer version.
+        Raises WeightSyncError when one fails, VersionGoneError when the first has passed on to a newer version,
+        CheckpointError where none will ever fit.
         """
         if not self._is_made.wait(2 * self._links.timeout.total_seconds() + _LEAST_RETRY_S):
             raise WeightSyncError(f"{self._name} was not made in time")
@@ -324,8 +326,8 @@ class LinkReader:
     def _name(self) -> str:
         return f"the link to {'the trainer' if self._linked.parent < 0 else f'replica {self._linked.parent}'}"
 
-    def _failed(self, offer: WeightsOffered, error: Exception) -> WeightSyncError:
-        if isinstance(error, WeightSyncError):
+    def _failed(self, offer: WeightsOffered, error: Exception) -> Exception:
+        if isinstance(error, WeightSyncError | CheckpointError):
             return error
         return WeightSyncError(
             f"{self._name} broke before version {offer.version} was whole", got=str(error).splitlines()[0]
@@ -355,7 +357,7 @@ class LinkReader:
             ]
             sizes = [bucket.num_bytes for _, buckets in self._buckets for bucket in buckets]
             self._room = [self._links.memory.empty(max(sizes, default=0)) for _ in range(2)]
-        except (RuntimeError, ChannelError, WeightSyncError) as error:
+        except (RuntimeError, SlipstreamError) as error:
             self._closing.wait(max(0.0, _LEAST_RETRY_S - (time.monotonic() - started_s)))
             self._error = error
         if self._closing.is_set() and self._group is not None:

@@ -81,7 +81,7 @@ class WeightFolder:
         Its name begins with `prefix`, by which it is found and removed behind a process that was killed.
         """
         self._save = save
-        places = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []
+        places = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) else []
         for place in [*places, temporary_directory()]:
             if shutil.disk_usage(place).free > 2 * num_bytes:
                 self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}vllm-", dir=place))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.fields import Precision
 from slipstream.core.sections import GeneratorConfig, VLLMConfig
+from slipstream.core.stage_sections import EvalSet
 
 OWN_ARGS = frozenset(
     {
@@ -69,7 +71,7 @@ def check_settings(config: RunConfig) -> None:
             )
     if generator.engine == "vllm":
         _check_memory(generator)
-        _check_sampling(generator)
+        _check_sampling(generator, config.eval.sets)
 
 
 def interpreter(settings: VLLMConfig, section: str = "generator") -> Path:
@@ -148,7 +150,7 @@ def _check_memory(generator: GeneratorConfig) -> None:
         )
 
 
-def _check_sampling(generator: GeneratorConfig) -> None:
+def _check_sampling(generator: GeneratorConfig, sets: Sequence[EvalSet]) -> None:
     if generator.keep_sets:
         raise ConfigError(
             "vLLM does not report the sets that tokens were drawn from",
@@ -161,12 +163,15 @@ def _check_sampling(generator: GeneratorConfig) -> None:
             got="generator.seeds = 'per_replica' with generator.engine = 'vllm'",
             allowed="generator.seeds = 'shared', or generator.engine = 'native'",
         )
-    if generator.temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            "vLLM samples at no lower temperature: it would take this one for another",
-            got=f"generator.temperature = {generator.temperature:g} with generator.engine = 'vllm'",
-            allowed=f"at least {MIN_TEMPERATURE:g}",
-        )
+    temperatures = {"generator.temperature": generator.temperature}
+    temperatures |= {f"eval.sets.{at}.temperature": one.temperature for at, one in enumerate(sets)}
+    for field, temperature in temperatures.items():
+        if 0.0 < temperature < MIN_TEMPERATURE:
+            raise ConfigError(
+                "vLLM samples at no lower temperature: it would take this one for another",
+                got=f"{field} = {temperature:g} with generator.engine = 'vllm'",
+                allowed=f"at least {MIN_TEMPERATURE:g}",
+            )
     if generator.top_p < 1.0 and generator.min_p > 0.0:
         raise ConfigError(
             "vLLM applies min_p before top_p, the native engine behind it: the samples would be others",
