@@ -14,7 +14,7 @@ from barriers import needs, secret_at_home
 from drawn import drawn
 from drive import GENEROUS_S, asked, opened, take_all, text, wait_for
 from hypothesis import strategies as st
-from processes import below, not_gone
+from processes import below, children, not_gone
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
@@ -95,6 +95,17 @@ def test_who_of_several_ended_a_worker_is_not_known(hostile: EnvironmentPool) ->
     assert guilt(wait_for(pool, 3)) == {"dies": None, "waits": None, "idle": False}
 
 
+def test_who_ended_a_worker_between_two_calls_is_not_known(hostile: EnvironmentPool) -> None:
+    """Each is charged: what an environment leaves behind, a thread, may end every worker that it gets."""
+    pool = hostile
+    opened(pool, ["a", "b"], 0)
+    [server] = [pid for pid in trees(pool) if not children(pid)]
+    os.kill(server, signal.SIGKILL)
+    told = wait_for(pool, 2)
+    assert guilt(told) == {"a": None, "b": None}
+    assert {text(one) for one in told} == {"worker died (signal 9)"}
+
+
 def test_a_pool_opens_episodes_again_after_any_number_of_deaths(hostile: EnvironmentPool) -> None:
     for number in range(3):  # as many as workers may fail to start in a row
         opened(hostile, [number], 0)
@@ -170,7 +181,7 @@ def test_an_answer_given_twice_ends_the_worker(hostile: EnvironmentPool) -> None
     pool.take("bad", 1, {"content": f"forge {frame(spoke(pool._by_key['bad'].number, 1)).hex()}"})
     forged, lost = wait_for(pool, 2)
     assert isinstance(forged, Said)
-    assert text(lost) == "another episode of its worker: worker sent bad output: an answer to no question"
+    assert (lost.key, text(lost)) == ("bad", "worker sent bad output: an answer to no question")
 
 
 def test_an_environment_that_forks_and_returns_answers_once(hostile: EnvironmentPool) -> None:
