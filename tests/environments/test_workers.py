@@ -13,13 +13,23 @@ import pytest
 from barriers import needs, secret_at_home
 from drawn import drawn
 from drive import GENEROUS_S, asked, opened, take_all, text, wait_for
+from episode_world import PlainNumbers, prompt
+from hosted_agents import run_light
 from hypothesis import strategies as st
+from ports import start
 from processes import below, children, not_gone
+from test_environment_notes import CONFIG
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.core.turn_messages import TurnSampled
+from slipstream.core.types import Prompt
 from slipstream.environments import hosting
 from slipstream.environments.answers import Lost, Said
+from slipstream.environments.episodes import CHARGES
+from slipstream.environments.executor import Environments
+from slipstream.environments.given import with_given_environment
 from slipstream.environments.pool import EpisodePool, HostLink
 from slipstream.environments.workers import EnvironmentPool
 from slipstream.jail import sandbox
@@ -361,6 +371,35 @@ def test_an_episode_that_is_lost_right_behind_its_answer_is_asked_nothing() -> N
         pool.open("a", 0, {})
     finally:
         pool.close()
+
+
+class Refusing(PlainNumbers):
+    """A chat whose template takes nothing."""
+
+    def opening(self, *_: Any, **__: Any) -> Prompt:
+        raise ConfigError("no template takes it", got="", allowed="other messages")
+
+
+def test_an_answer_that_cannot_be_read_and_the_end_of_its_worker_are_one_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come in one `poll`: the second one is not one of the environment that is opened for the first one."""
+    pool = ScriptedPool([])
+    monkeypatch.setattr("slipstream.environments.executor.make_pool", lambda *_, **__: pool)
+    monkeypatch.setattr("slipstream.environments.executor.build_chat", lambda *_: Refusing())
+    config, given = with_given_environment(resolve(CONFIG, {"rewards": {"terms": []}}), agent=run_light)
+    executor = Environments(config=config, given=given)
+    try:
+        ports = start(executor, tmp_path, name="environments")
+        ports["turns"].put(TurnSampled(ordinal=0, sample=0, replica=0, turn=0, prompt=prompt()))
+        executor.step()
+        pool._sites[0].host._messages = [spoke(0, 0), spoke(0, 0)]  # type: ignore[attr-defined]
+        executor.step()
+        assert (pool.num_open, pool.num_restarts) == (1, 1)
+        [episode] = executor._episodes._open.values()
+        assert (episode.num_restarts, episode.charges) == (1, CHARGES[True])
+    finally:
+        executor.close()
 
 
 @pytest.mark.parametrize("what", FORGED)

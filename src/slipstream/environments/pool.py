@@ -7,7 +7,7 @@ import math
 import selectors
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -257,9 +257,13 @@ class EpisodePool(ABC):
 
     def poll(self) -> list[Answer]:
         """Move what can be moved without waiting; answers in the order they came."""
+        return list(self.answers())
+
+    def answers(self) -> Iterator[Answer]:
+        """Yield the answers of `poll` one by one: none that still waits, once its episode is shut."""
         self._advance(0)
-        done, self._done = self._done, []
-        return done
+        while self._done:
+            yield self._done.pop(0)
 
     def fds(self) -> list[int]:
         """Readable when `poll` has something to do: one descriptor, which stands for all hosts."""
