@@ -127,14 +127,10 @@ def test_a_pool_opens_episodes_again_after_any_number_of_deaths(hostile: Environ
     ("attack", "reason"),
     [
         pytest.param("flood", "bad output", marks=pytest.mark.slow),  # as of reward workers: `test_sandbox.py`
-        ("close", "worker died"),
         pytest.param("forge 0500000093019101c0", "bad output", marks=pytest.mark.slow),
     ],
 )
-def test_output_that_is_no_message_ends_the_worker(
-    hostile: EnvironmentPool, attack: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox, "_KEEPER_GRACE_S", 0.5)  # who has closed its connection goes on all the same
+def test_output_that_is_no_message_ends_the_worker(hostile: EnvironmentPool, attack: str, reason: str) -> None:
     pool = hostile
     opened(pool, ["bad"], 0)
     assert reason in text(asked(pool, "bad", attack))
@@ -264,12 +260,13 @@ def test_files_network_secrets_and_processes_are_out_of_reach(
     assert int(told[7]) <= 4
 
 
-def test_what_holds_the_interpreter_costs_its_worker(hostile: EnvironmentPool) -> None:
-    """Nothing in the worker runs any more, so it cannot say that it is stuck."""
+@pytest.mark.parametrize("how", ["hold_the_lock", "close"])
+def test_what_holds_the_interpreter_or_hangs_up_costs_its_worker(hostile: EnvironmentPool, how: str) -> None:
+    """Nothing in the worker runs any more, or nothing that it says arrives: it cannot say that it is stuck."""
     pool, clock = hostile, hostile._clock
     assert isinstance(clock, VirtualClock)
     opened(pool, ["holds", "idle"], 0)
-    pool.take("holds", 1, {"content": "hold_the_lock"})
+    pool.take("holds", 1, {"content": how})
     pool.poll()
     clock.advance(LIMIT_S)
     assert pool.poll() == []

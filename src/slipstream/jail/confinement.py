@@ -63,8 +63,7 @@ def keep(arguments: Sequence[str], serve: Serve, *, start_helper: StartHelper | 
     if child == 0:
         signal.set_wakeup_fd(-1)
         _inner(connection, layout, namespaces, serve, start_helper if layout.has_helper else None)
-    os.close(connection)  # so that the pool sees the server's end at once
-    code = 0
+    code = 0  # `connection` stays open: the pool sees its end with ours, so a server that closes it is merely silent
     while True:
         readable, _, _ = select.select([0, wakeup], [], [])
         if 0 in readable:
