@@ -105,6 +105,18 @@ def test_a_worker_that_closes_its_connection_and_goes_on_is_merely_silent(make_p
     assert run_jobs(pool, [job(1, "ok")])[1].parts == [1.0]
 
 
+def test_signals_to_all_processes_of_a_run_end_no_worker(make_pool: MakePool) -> None:
+    """Only what a verifier forks can be terminated, as by `multiprocessing`."""
+    pool = make_pool(ATTACK)
+    keepers = {slot.worker._keeper.pid for slot in pool._slots}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for pid in keepers | keeper_trees(pool):
+            os.kill(pid, number)
+    done = run_jobs(pool, [job(0, "ok"), job(1, "terminate")])
+    assert [done[i].parts for i in (0, 1)] == [[1.0], [float(signal.SIGTERM)]], done
+    assert pool.num_restarts == 0
+
+
 def test_a_forked_copy_of_the_scorer_stays_silent(pool: ScoringPool) -> None:
     done = run_jobs(pool, [job(0, "fork_and_return"), job(1, "ok"), job(2, "ok")])
     assert [one.parts for _, one in sorted(done.items())] == [[1.0]] * 3
