@@ -163,6 +163,23 @@ def test_a_childs_own_children_can_be_ended() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
 
 
+def test_what_is_forked_from_a_process_that_leaves_signals_to_its_run_can_be_terminated() -> None:
+    """At once, too, when the fork has hardly begun."""
+    program = (
+        "import os, signal\n"
+        "from slipstream.core.interrupts import end_forked_as_usual, leave_to_the_run\n"
+        "leave_to_the_run()\n"
+        "end_forked_as_usual()\n"
+        "for _ in range(50):\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        signal.pause()\n"
+        "    os.kill(child, signal.SIGTERM)\n"
+        "    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
+
+
 # While the program starts
 
 SIGNALLED = """

@@ -13,13 +13,23 @@ import pytest
 from barriers import needs, secret_at_home
 from drawn import drawn
 from drive import GENEROUS_S, asked, opened, take_all, text, wait_for
+from episode_world import PlainNumbers, prompt
+from hosted_agents import run_light
 from hypothesis import strategies as st
-from processes import below, not_gone
+from ports import start
+from processes import below, children, not_gone
+from test_environment_notes import CONFIG
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
+from slipstream.core.turn_messages import TurnSampled
+from slipstream.core.types import Prompt
 from slipstream.environments import hosting
 from slipstream.environments.answers import Lost, Said
+from slipstream.environments.episodes import CHARGES
+from slipstream.environments.executor import Environments
+from slipstream.environments.given import with_given_environment
 from slipstream.environments.pool import EpisodePool, HostLink
 from slipstream.environments.workers import EnvironmentPool
 from slipstream.jail import sandbox
@@ -95,6 +105,17 @@ def test_who_of_several_ended_a_worker_is_not_known(hostile: EnvironmentPool) ->
     assert guilt(wait_for(pool, 3)) == {"dies": None, "waits": None, "idle": False}
 
 
+def test_who_ended_a_worker_between_two_calls_is_not_known(hostile: EnvironmentPool) -> None:
+    """Each is charged: what an environment leaves behind, a thread, may end every worker that it gets."""
+    pool = hostile
+    opened(pool, ["a", "b"], 0)
+    [server] = [pid for pid in trees(pool) if not children(pid)]
+    os.kill(server, signal.SIGKILL)
+    told = wait_for(pool, 2)
+    assert guilt(told) == {"a": None, "b": None}
+    assert {text(one) for one in told} == {"worker died (signal 9)"}
+
+
 def test_a_pool_opens_episodes_again_after_any_number_of_deaths(hostile: EnvironmentPool) -> None:
     for number in range(3):  # as many as workers may fail to start in a row
         opened(hostile, [number], 0)
@@ -106,14 +127,10 @@ def test_a_pool_opens_episodes_again_after_any_number_of_deaths(hostile: Environ
     ("attack", "reason"),
     [
         pytest.param("flood", "bad output", marks=pytest.mark.slow),  # as of reward workers: `test_sandbox.py`
-        ("close", "worker died"),
         pytest.param("forge 0500000093019101c0", "bad output", marks=pytest.mark.slow),
     ],
 )
-def test_output_that_is_no_message_ends_the_worker(
-    hostile: EnvironmentPool, attack: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox, "_KEEPER_GRACE_S", 0.5)  # who has closed its connection goes on all the same
+def test_output_that_is_no_message_ends_the_worker(hostile: EnvironmentPool, attack: str, reason: str) -> None:
     pool = hostile
     opened(pool, ["bad"], 0)
     assert reason in text(asked(pool, "bad", attack))
@@ -170,7 +187,7 @@ def test_an_answer_given_twice_ends_the_worker(hostile: EnvironmentPool) -> None
     pool.take("bad", 1, {"content": f"forge {frame(spoke(pool._by_key['bad'].number, 1)).hex()}"})
     forged, lost = wait_for(pool, 2)
     assert isinstance(forged, Said)
-    assert text(lost) == "another episode of its worker: worker sent bad output: an answer to no question"
+    assert (lost.key, text(lost)) == ("bad", "worker sent bad output: an answer to no question")
 
 
 def test_an_environment_that_forks_and_returns_answers_once(hostile: EnvironmentPool) -> None:
@@ -243,12 +260,13 @@ def test_files_network_secrets_and_processes_are_out_of_reach(
     assert int(told[7]) <= 4
 
 
-def test_what_holds_the_interpreter_costs_its_worker(hostile: EnvironmentPool) -> None:
-    """Nothing in the worker runs any more, so it cannot say that it is stuck."""
+@pytest.mark.parametrize("how", ["hold_the_lock", "close"])
+def test_what_holds_the_interpreter_or_hangs_up_costs_its_worker(hostile: EnvironmentPool, how: str) -> None:
+    """Nothing in the worker runs any more, or nothing that it says arrives: it cannot say that it is stuck."""
     pool, clock = hostile, hostile._clock
     assert isinstance(clock, VirtualClock)
     opened(pool, ["holds", "idle"], 0)
-    pool.take("holds", 1, {"content": "hold_the_lock"})
+    pool.take("holds", 1, {"content": how})
     pool.poll()
     clock.advance(LIMIT_S)
     assert pool.poll() == []
@@ -350,6 +368,35 @@ def test_an_episode_that_is_lost_right_behind_its_answer_is_asked_nothing() -> N
         pool.open("a", 0, {})
     finally:
         pool.close()
+
+
+class Refusing(PlainNumbers):
+    """A chat whose template takes nothing."""
+
+    def opening(self, *_: Any, **__: Any) -> Prompt:
+        raise ConfigError("no template takes it", got="", allowed="other messages")
+
+
+def test_an_answer_that_cannot_be_read_and_the_end_of_its_worker_are_one_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come in one `poll`: the second one is not one of the environment that is opened for the first one."""
+    pool = ScriptedPool([])
+    monkeypatch.setattr("slipstream.environments.executor.make_pool", lambda *_, **__: pool)
+    monkeypatch.setattr("slipstream.environments.executor.build_chat", lambda *_: Refusing())
+    config, given = with_given_environment(resolve(CONFIG, {"rewards": {"terms": []}}), agent=run_light)
+    executor = Environments(config=config, given=given)
+    try:
+        ports = start(executor, tmp_path, name="environments")
+        ports["turns"].put(TurnSampled(ordinal=0, sample=0, replica=0, turn=0, prompt=prompt()))
+        executor.step()
+        pool._sites[0].host._messages = [spoke(0, 0), spoke(0, 0)]  # type: ignore[attr-defined]
+        executor.step()
+        assert (pool.num_open, pool.num_restarts) == (1, 1)
+        [episode] = executor._episodes._open.values()
+        assert (episode.num_restarts, episode.charges) == (1, CHARGES[True])
+    finally:
+        executor.close()
 
 
 @pytest.mark.parametrize("what", FORGED)

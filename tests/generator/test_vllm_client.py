@@ -216,6 +216,15 @@ def test_a_killed_process_is_replaced_with_the_present_weights(
         check(item, num_new=50, weights={0: 1.0, 1: 2.0})
 
 
+def test_signals_to_all_processes_of_a_run_do_not_end_it(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path) as engine:
+        engine.wait_ready()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(engine.pid, number)
+        engine.submit([request()])
+        check(drive(engine)[0], num_new=50)
+
+
 def test_a_death_in_the_middle_of_an_update_ends_with_the_new_weights(model: Transformer, tmp_path: Path) -> None:
     with fake_engine(model, tmp_path, fake={"dies_in_update": True, "halts": [20]}, max_restarts=1) as engine:
         engine.submit([request()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,15 @@ def test_variables_of_the_template_are_passed_on_and_checked(child: foreign_text
             ChatRenderer(tokenizer.chat_template, {}, origin="here", variables={wrong: "x"})
     with pytest.raises(ConfigError, match="there is no chat template"):
         ChatRenderer(None, {}, origin="here", variables={"n": 1})
+
+
+def test_signals_to_all_processes_of_a_run_do_not_end_it(child: foreign_text._Child) -> None:
+    renderer = ChatRenderer(PLAIN, {}, origin="here")
+    renderer._child = child
+    texts = renderer.render(CHATS[:1])
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(child._process.pid, number)
+    assert renderer.render(CHATS[:1]) == texts
 
 
 def test_the_process_ends_with_its_renderer_and_where_it_is_exhausted(forked: None) -> None:

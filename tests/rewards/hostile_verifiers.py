@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import socket
 import tempfile
 import time
@@ -145,6 +146,12 @@ def attack(completions: list[str], **columns: Any) -> list[float]:
         return [_files_of(int(argument))]
     if command == "ipc":
         return [float(os.readlink("/proc/self/ns/ipc") == argument)]
+    if command == "terminate":  # a child of its own
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        os.kill(pid, signal.SIGTERM)
+        return [float(os.WTERMSIG(os.waitpid(pid, 0)[1]))]
     if command == "closes":
         os.closerange(3, 100)
         time.sleep(600)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import hostile_programs
 import pytest
 from hostile_programs import ATTACKS, ENDLESS, GAMES
+from processes import below
 from reward_jobs import job, run_jobs
 
 from slipstream.core.errors import ConfigError
@@ -44,6 +47,17 @@ def rewards(pool: ScoringPool, *cases: tuple[str, Any]) -> list[float | None]:
     done = run_jobs(pool, [job(i, fenced(source), tests=tests) for i, (source, tests) in enumerate(cases)])
     assert all(one.failure is None for one in done.values()), done
     return [done[i].parts[0] for i in range(len(cases))]
+
+
+def test_signals_to_all_processes_of_a_run_do_not_reach_programs(make_pool: MakePool) -> None:
+    """What starts programs goes on; in a program they do what they usually do."""
+    pool = make_pool(("code", {"test_timeout_s": 10.0}), timeout_s=60.0)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        for pid in set().union(*(below(slot.worker._keeper.pid) for slot in pool._slots)):
+            os.kill(pid, number)
+    asks = "import signal\nprint(*(signal.getsignal(n).name for n in (signal.SIGTERM, signal.SIGHUP)))"
+    assert rewards(pool, (asks, {"inputs": [""], "outputs": ["SIG_DFL SIG_DFL"]})) == [1.0]
+    assert pool.num_restarts == 0
 
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"

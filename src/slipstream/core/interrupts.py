@@ -203,5 +203,31 @@ def leave_to_the_run() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda _number, _frame: None)
+        signal.signal(number, _pass_over)
         signal.siginterrupt(number, False)
+
+
+def _pass_over(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
+
+
+def end_forked_as_usual() -> None:
+    """Let SIGTERM and SIGHUP end what is forked from this process from now on, which leaves them to the run itself.
+
+    They wait while it is forked: one that came before its handlers are the usual ones would be lost.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+
+    def restore() -> None:
+        for number in numbers:
+            if signal.getsignal(number) is _pass_over:
+                signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)

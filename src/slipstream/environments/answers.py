@@ -60,7 +60,8 @@ class Lost:
     """The environment of this episode is gone.
 
     `is_guilty`: by its own doing; False where it shared a worker with one; None where it may have been this one, as it
-    had a call when its worker was lost. `is_suspected`: guilty only as no other had a call then; its code said nothing.
+    had a call when its worker was lost, or as none had. `is_suspected`: guilty only as no other had a call then; its
+    code said nothing.
     """
 
     key: Key

@@ -138,15 +138,16 @@ class Environments(Executor):
         return num_taken
 
     def _answer(self, pool: EpisodePool) -> int:
-        answers = pool.poll()
-        for answer in answers:
+        num_answers = 0
+        for answer in pool.answers():
+            num_answers += 1
             if isinstance(answer, Said):
                 self._note_state(answer)
             acts = take_answer(self._episodes, answer, self._context.clock.now_s())
             if isinstance(answer, Lost):
                 self._note_failure(answer, acts)
             self._do(acts, pool)
-        return len(answers)
+        return num_answers
 
     def _do(self, acts: Iterable[Act], pool: EpisodePool) -> None:
         for observation in carry_out(acts, pool):

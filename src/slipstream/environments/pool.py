@@ -7,7 +7,7 @@ import math
 import selectors
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -257,9 +257,13 @@ class EpisodePool(ABC):
 
     def poll(self) -> list[Answer]:
         """Move what can be moved without waiting; answers in the order they came."""
+        return list(self.answers())
+
+    def answers(self) -> Iterator[Answer]:
+        """Yield the answers of `poll` one by one: none that still waits, once its episode is shut."""
         self._advance(0)
-        done, self._done = self._done, []
-        return done
+        while self._done:
+            yield self._done.pop(0)
 
     def fds(self) -> list[int]:
         """Readable when `poll` has something to do: one descriptor, which stands for all hosts."""
@@ -450,7 +454,10 @@ class EpisodePool(ABC):
             self._done.append(last)
 
     def _replace(self, site: _Site, reason: str, *, guilty: Collection[int] | None = None) -> None:
-        """End a host and start another. Its episodes are lost: by the `guilty`, else by one of those with a call."""
+        """End a host and start another. Its episodes are lost: by the `guilty`, else by one of those with a call.
+
+        Where none has a call any of them may have left something behind, such as a thread.
+        """
         self._sites.remove(site)
         self._selector.unregister(site.host)
         site.host.close()
@@ -463,11 +470,11 @@ class EpisodePool(ABC):
                     hint="raise environment.memory_mb, or see `slipstream doctor`",
                 )
         self.num_restarts += 1
-        suspects = [one.number for one in site.episodes.values() if one.call is not None]
+        calling = [one.number for one in site.episodes.values() if one.call is not None]
+        is_sure = guilty is not None or len(calling) == 1
+        suspects = guilty or calling or list(site.episodes)
         for episode in list(site.episodes.values()):
-            is_guilty: bool | None = episode.number in (suspects if guilty is None else guilty)
-            if guilty is None and is_guilty and len(suspects) > 1:
-                is_guilty = None
+            is_guilty = (True if is_sure else None) if episode.number in suspects else False
             told = reason if is_guilty is not False else f"another episode of its worker: {reason}"
             self._remove(site, episode, _lost(episode, told, is_guilty=is_guilty, is_suspected=guilty is None))
         self._start()

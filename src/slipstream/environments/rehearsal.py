@@ -141,8 +141,8 @@ class Rehearsal:
                     return
 
     def _one(self, prompt: Prompt) -> Said | LastWord:
-        """Return the answer to the one call."""
-        [answer] = self._answers()
+        """Return the answer to the one call, or the loss that came with it."""
+        answer = self._answers()[-1]
         if isinstance(answer, Lost):
             raise self._refused(answer.reason, prompt)
         assert not isinstance(answer, Asked), "an environment does not ask"

@@ -210,7 +210,7 @@ class _Play:
         while (turn := self._turns.take()) is not None:
             has_news = True
             self._observe(carry_out(self._table.sampled(turn, self.clock.now_s()), self._pool))
-        for answer in self._pool.poll():
+        for answer in self._pool.answers():
             has_news = True
             self._observe(carry_out(take_answer(self._table, answer, self.clock.now_s()), self._pool))
         return has_news

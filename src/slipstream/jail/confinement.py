@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.core.interrupts import end_forked_as_usual, leave_to_the_run
 from slipstream.core.lifeline import die_with_parent
 from slipstream.jail import isolation
 
@@ -55,7 +56,7 @@ def keep(arguments: Sequence[str], serve: Serve, *, start_helper: StartHelper | 
     """
     connection = int(arguments[0])
     layout = msgspec.json.decode(arguments[1], type=WorkerLayout)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    leave_to_the_run()
     isolation.be_killed_first()
     wakeup = isolation.wake_at_childrens_ends()
     namespaces = isolation.enter_namespaces(network=layout.network)
@@ -63,8 +64,7 @@ def keep(arguments: Sequence[str], serve: Serve, *, start_helper: StartHelper | 
     if child == 0:
         signal.set_wakeup_fd(-1)
         _inner(connection, layout, namespaces, serve, start_helper if layout.has_helper else None)
-    os.close(connection)  # so that the pool sees the server's end at once
-    code = 0
+    code = 0  # `connection` stays open: the pool sees its end with ours, so a server that closes it is merely silent
     while True:
         readable, _, _ = select.select([0, wakeup], [], [])
         if 0 in readable:
@@ -130,6 +130,7 @@ def _inner(
         kept.append(os.dup2(helper.detach(), 4, inheritable=False))
     os.closerange(3 + len(kept), 4096)  # the keeper was started with three descriptors and the connection
     sys.path[:] = layout.sys_path
+    end_forked_as_usual()  # the user's code may terminate what it forks
     try:
         serve(socket.socket(fileno=3), list(dict.fromkeys(held)), socket.socket(fileno=4) if helper else None)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -109,6 +109,8 @@ class Spares:
 class JailedWorker(Generic[Message]):
     """One worker process and its connection. Nothing here blocks, except `close` for the keeper's few milliseconds.
 
+    The connection ends when the keeper does, so that a worker that closes it and goes on holds up nobody.
+
     `setup` is the first frame that the worker gets. ConfigError where a folder of modules has no path in UTF-8.
     """
 
@@ -209,7 +211,7 @@ class JailedWorker(Generic[Message]):
         os.close(self._claim)
 
     def _cause(self) -> str:
-        """Return how the worker ended; the keeper outlives it by milliseconds and passes its exit code on."""
+        """Return how the worker ended; the keeper, which has just ended too, passes its exit code on."""
         try:
             code = self._keeper.wait(timeout=_KEEPER_GRACE_S)
         except subprocess.TimeoutExpired:

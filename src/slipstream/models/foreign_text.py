@@ -364,6 +364,8 @@ def _confine() -> None:
 
 def _main(kind: str, descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a run goes on with its step; this process ends with its socket
+        signal.signal(number, signal.SIG_IGN)
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then does without: two seconds less
     import transformers.models.auto.tokenization_auto  # noqa: F401 - before memory is bounded
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from slipstream.core.interrupts import end_forked_as_usual, leave_to_the_run
 from slipstream.jail import isolation
 from slipstream.rewards import jailed
 
@@ -83,7 +84,8 @@ class _Launcher:
         for name in _PRELOADED:
             importlib.import_module(name)
         self._wakeup = isolation.wake_at_childrens_ends()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_to_the_run()
+        end_forked_as_usual()
         self._null = os.open(os.devnull, os.O_RDWR)
         self._used_bytes = isolation.address_space_bytes()
         self._own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if layout.is_separate else -1

@@ -445,7 +445,9 @@ def make_vllm(spec: protocol.Spec) -> Made:
 
 
 def main(spec_path: str, make: Callable[[protocol.Spec], Made] = make_vllm) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the signals are the run's to handle: `core/interrupts.py`
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: None)
     spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=protocol.Spec)
     end_with_parent([Path(spec.folder), Path(spec_path).parent])  # weights, and the socket
     code = asyncio.run(serve(spec, make))
