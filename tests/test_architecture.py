@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_465
+MAX_LINES = 93_769
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,21 +179,21 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
-    "controller": 6_396,
-    "core": 12_191,
-    "environments": 8_182,
-    "evals": 2_802,
-    "generator": 10_053,
-    "jail": 1_078,
+    "controller": 6_401,
+    "core": 12_291,
+    "environments": 8_191,
+    "evals": 2_822,
+    "generator": 10_060,
+    "jail": 1_081,
     "jobs": 982,
-    "models": 10_035,
-    "observe": 10_122,
+    "models": 10_103,
+    "observe": 10_167,
     "plan": 7_630,
-    "prompts": 1_602,
-    "rewards": 4_057,
+    "prompts": 1_613,
+    "rewards": 4_072,
     "stages": 2_999,
-    "trainer": 6_613,
-    "weight_sync": 3_731,
+    "trainer": 6_630,
+    "weight_sync": 3_735,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"
