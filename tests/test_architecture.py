@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_769
+MAX_LINES = 93_784
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,10 +180,10 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
     "controller": 6_401,
-    "core": 12_291,
+    "core": 12_304,
     "environments": 8_191,
     "evals": 2_822,
-    "generator": 10_060,
+    "generator": 10_061,
     "jail": 1_081,
     "jobs": 982,
     "models": 10_103,

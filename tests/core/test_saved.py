@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from slipstream.core import wire
 from slipstream.core.errors import CheckpointError
 from slipstream.core.saved import Saver, load_messages, rollouts_dir, save_messages, saved_partials, saved_rollouts
+from slipstream.core.service_messages import Admit
 from slipstream.core.types import Completion, Prompt, Rollout, Segment, VersionSpan
 from slipstream.core.unfinished_messages import Partial
 
@@ -121,3 +123,21 @@ def test_a_resume_takes_owed_groups_of_its_own_versions(tmp_path: Path) -> None:
     assert "trainer@2" in notes[0]
     partials = saved_partials(checkpoint, cut="one", owed=[1, 2], step=5, notes=notes)
     assert {ordinal: [each.sample for each in found] for ordinal, found in partials.items()} == {1: [3], 2: [1]}
+
+
+def test_a_group_has_as_many_partials_as_a_message_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fits; put together for an admission they may not."""
+    routes = np.zeros((100, 10, 10), dtype=np.int16)
+    large = [
+        msgspec.structs.replace(one, segment=msgspec.structs.replace(one.segment, routes=routes))
+        for one in (partial(1, sample) for sample in range(4))
+    ]
+    checkpoint = tmp_path / "step_5"
+    save_messages(rollouts_dir(checkpoint) / "generator-0.safetensors", [*large, partial(2, 0)], cut="one")
+    monkeypatch.setattr("slipstream.core.saved.GROUP_BYTES", 3 * routes.nbytes)
+    notes: list[str] = []
+    found = saved_partials(checkpoint, cut="one", owed=[1, 2], step=5, notes=notes)
+    assert {ordinal: [each.sample for each in partials] for ordinal, partials in found.items()} == {1: [0, 1], 2: [0]}
+    assert notes == ["2 completions are sampled again: a message holds no more of their groups"]
+    admit = Admit(ordinal=1, replica=0, prompt=PROMPT, num_samples=4, partials=found[1], is_again=True)
+    assert len(wire.encode(admit)) < 3 * routes.nbytes

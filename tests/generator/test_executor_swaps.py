@@ -13,6 +13,7 @@ from heard import Heard
 from ports import Port
 from scripted_generator import ScriptedGenerator
 
+from slipstream.core import wire
 from slipstream.core.clock import VirtualClock
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context
@@ -261,6 +262,18 @@ def test_tokens_of_unfinished_completions_are_counted_where_they_were_sampled(at
     told = [m for m in other.events.messages if isinstance(m, CompletionsFinished)]
     found = [(one.num_tokens, one.num_restored, one.handed_over_by) for message in told for one in message.finished]
     assert found == [(6, 6, -1), (10, 8, 3)]
+
+
+def test_a_replica_that_leaves_hands_over_what_a_message_holds(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of that group is sampled again; the groups behind it are handed over too."""
+    node = Node(at, weight_update="in_flight", max_staleness=2)
+    node.admit(0, 2)
+    node.admit(1, 1)
+    node.steps(8)  # sample 0 of group 0 has ended, and group 1 begun
+    monkeypatch.setattr("slipstream.core.saved.GROUP_BYTES", len(wire.encode(begun(1, 8))) * 3 // 2)
+    node.generator.leave()
+    told = [one for one in node.events.messages if isinstance(one, HandedOver)]
+    assert [(one.ordinal, [partial.sample for partial in one.partials]) for one in told] == [(0, [0]), (1, [0])]
 
 
 def test_the_timeline_has_a_count_of_tokens_once_while_it_stays_the_same(at: Path) -> None:

@@ -288,7 +288,9 @@ def test_an_episode_that_failed_is_told_as_the_environments(tmp_path: Path) -> N
     ],
 )
 def test_an_episode_without_a_reward_says_how_it_ended(tmp_path: Path, record: EpisodeRecord, reason: str) -> None:
-    executor = Rewards(RewardsConfig(failure_reward=-1.0), {}, environment_weight=1.0)
+    config = RewardsConfig(terms=[RewardTerm(function="python:silent")], failure_reward=-1.0)
+    silent = {"silent": lambda completions, **_: [None] * len(completions)}
+    executor = Rewards(config, {}, functions=silent, environment_weight=1.0)
     ports = start(executor, tmp_path, name="rewards")
     for ordinal, episode in enumerate([record, msgspec.structs.replace(record, reward=0.0)]):
         ports["completions"].put(msgspec.structs.replace(completion(ordinal, "a"), episode=episode))

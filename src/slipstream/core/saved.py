@@ -14,6 +14,7 @@ which a number stands for each array. Nothing is pickled.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import zlib
@@ -26,7 +27,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from slipstream.core import wire
 from slipstream.core.background import start_thread
+from slipstream.core.channel_spec import MAX_MESSAGE_BYTES
 from slipstream.core.disk import disk_errors, replace_file
 from slipstream.core.errors import CheckpointError, DiskError
 from slipstream.core.types import Message, Rollout
@@ -35,6 +38,7 @@ from slipstream.core.unfinished_messages import PartialEpisode, Unfinished
 M = TypeVar("M", bound=Message)
 SUFFIX = ".safetensors"
 LAST_WRITE_S = 10.0
+GROUP_BYTES = MAX_MESSAGE_BYTES // 2  # of a group's unfinished work in one message, beside its prompt
 log = logging.getLogger(__name__)
 
 
@@ -157,7 +161,16 @@ def saved_partials(
     ):
         if partial.ordinal in wanted and partial.versions and max(partial.versions) <= step:
             found.setdefault(partial.ordinal, {})[partial.sample] = partial
-    return {ordinal: tuple(partials.values()) for ordinal, partials in found.items()}
+    fitting = {ordinal: those_that_fit(list(partials.values())) for ordinal, partials in found.items()}
+    if num_left_out := sum(map(len, found.values())) - sum(map(len, fitting.values())):
+        notes.append(f"{num_left_out} completions are sampled again: a message holds no more of their groups")
+    return fitting
+
+
+def those_that_fit(partials: Sequence[Unfinished]) -> tuple[Unfinished, ...]:
+    """Return the first of a group's `partials` that one message holds: routes and kept sets can be hundreds of MB."""
+    sizes = itertools.accumulate(len(wire.encode(partial)) for partial in partials)
+    return tuple(partial for partial, size in zip(partials, sizes, strict=True) if size <= GROUP_BYTES)
 
 
 def _saved(checkpoint: Path, node: str, kind: type[M], cut: str, notes: list[str]) -> Iterator[M]:

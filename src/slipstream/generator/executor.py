@@ -18,7 +18,7 @@ import torch
 from slipstream.core.config import RunConfig
 from slipstream.core.executor import Context, Executor
 from slipstream.core.peer_messages import EnvironmentsLost, Wake
-from slipstream.core.saved import SUFFIX, Saver, rollouts_dir
+from slipstream.core.saved import SUFFIX, Saver, rollouts_dir, those_that_fit
 from slipstream.core.service_messages import (
     Admit,
     Checkpoint,
@@ -314,7 +314,8 @@ class Generator(Executor):
             for one in self._partials(self.outgoing.rows):
                 groups.setdefault(one.ordinal, []).append(self._handed_over(one))
             for ordinal, partials in groups.items():
-                self.context.outputs["events"].put(HandedOver(ordinal=ordinal, partials=tuple(partials)))
+                handed_over = HandedOver(ordinal=ordinal, partials=those_that_fit(partials))
+                self.context.outputs["events"].put(handed_over)
             self._count(is_last=True)
         self._is_stopped = True
 
