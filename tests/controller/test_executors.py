@@ -272,6 +272,23 @@ def test_what_a_step_dropped_is_in_the_ledger_before_its_checkpoint_is_asked_for
     assert heard == [Skip, Checkpoint, TrainStep]
 
 
+def test_while_prompts_do_not_come_other_machines_hear_of_the_controller(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.start()
+    executors = run.controller.executors
+    beats: list[Ports] = []
+    monkeypatch.setattr(Ports, "beat", lambda ports: beats.append(ports))
+    clock = VirtualClock()
+    clock.advance(run.controller.clock.now_s() + TIMEOUT_S / 2)
+    monkeypatch.setattr(executors._membership._lease, "_clock", clock)
+    monkeypatch.setattr(executors, "_clock", clock)
+    executors.keep_in_touch()
+    executors.keep_in_touch()
+    assert beats == [executors._ports], "one is due"
+    assert executors.heard_s == clock.now_s(), "and the run is not taken for one in which nothing happens"
+
+
 def assert_regenerated(run: Run, trainer: Played, lead: Played) -> None:
     """What the lost one had not finished is trained, once, and all that was counted counts."""
     run.until(lambda: not run.schedule.readmit, "it gets what is left")
