@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_784
+MAX_LINES = 93_809
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,7 +179,7 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
-    "controller": 6_401,
+    "controller": 6_419,
     "core": 12_304,
     "environments": 8_191,
     "evals": 2_822,
@@ -189,7 +189,7 @@ MAX_LINES_OF_FOLDER = {
     "models": 10_103,
     "observe": 10_167,
     "plan": 7_630,
-    "prompts": 1_613,
+    "prompts": 1_619,
     "rewards": 4_072,
     "stages": 2_999,
     "trainer": 6_630,

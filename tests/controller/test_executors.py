@@ -272,6 +272,23 @@ def test_what_a_step_dropped_is_in_the_ledger_before_its_checkpoint_is_asked_for
     assert heard == [Skip, Checkpoint, TrainStep]
 
 
+def test_while_prompts_do_not_come_other_machines_hear_of_the_controller(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.start()
+    executors = run.controller.executors
+    beats: list[Ports] = []
+    monkeypatch.setattr(Ports, "beat", lambda ports: beats.append(ports))
+    clock = VirtualClock()
+    clock.advance(run.controller.clock.now_s() + TIMEOUT_S / 2)
+    monkeypatch.setattr(executors._membership._lease, "_clock", clock)
+    monkeypatch.setattr(executors, "_clock", clock)
+    executors.keep_in_touch()
+    executors.keep_in_touch()
+    assert beats == [executors._ports], "one is due"
+    assert executors.heard_s == clock.now_s(), "and the run is not taken for one in which nothing happens"
+
+
 def assert_regenerated(run: Run, trainer: Played, lead: Played) -> None:
     """What the lost one had not finished is trained, once, and all that was counted counts."""
     run.until(lambda: not run.schedule.readmit, "it gets what is left")
@@ -484,9 +501,12 @@ def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run)
     """A scheduler told its group to end, and the run goes on: the next attempt should begin from here."""
     assert run.controller.config.trainer.checkpoint_every > 1
     trainer = run.start()["trainer"]
-    trainer.say(Leaving(executor="trainer"), scored(0), scored(1))
+    trainer.say(scored(0), scored(1))
     run.until(lambda: run.schedule.training == (0, 1), "a step")
-    assert run.observer.notes[-1] == "trainer was told to end: a checkpoint follows the current step"
+    trainer.say(Leaving(executor="trainer"))
+    run.until(lambda: run.controller.is_checkpoint_wanted, "it is heard")
+    assert run.controller.cut_at is None
+    assert run.observer.notes[-1] == "trainer was told to end: a checkpoint is made when no step is in training"
     metrics = {
         "tokens_trained": 8.0,
         "tokens_read": 8.0,
@@ -502,6 +522,28 @@ def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run)
     run.until(lambda: run.schedule.steps_done == 2, "its end")
     assert run.controller.cut_at is not None
     assert run.controller.cut_at[0] == 1, "one is enough"
+
+
+def test_a_trainer_that_is_taken_away_while_it_waits_saves_what_it_has_at_once(run: Run) -> None:
+    """Generation may take longer than its grace. All ranks say so, and one checkpoint is under way."""
+    played = run.start()
+    trainer = played["trainer"]
+    trainer.say(Leaving(executor="trainer"))
+    run.until(lambda: run.controller.is_checkpoint_wanted, "it is heard")
+    assert trainer.hears(Checkpoint).step == 0
+    played["generator-1"].say(finished(2, replica=1))
+    trainer.say(Leaving(executor="trainer"), scored(0), scored(1))
+    run.until(lambda: run.schedule.training == (0, 1), "a step")
+    assert run.controller.num_unsaved == 1
+    metrics = {
+        "tokens_trained": 8.0,
+        "tokens_read": 8.0,
+        "padding_frac": 0.0,
+        "staleness_updates_max": 0.0,
+        "reward_mean": 0.5,
+    }
+    trainer.say(StepDone(step=0, version=1, metrics=metrics))
+    run.until(lambda: run.controller.num_unsaved == 2, "the step that it had time for")
 
 
 def test_the_last_checkpoint_is_waited_for_also_where_an_earlier_one_is_of_the_same_step(run: Run, monkeypatch) -> None:

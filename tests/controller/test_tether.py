@@ -88,6 +88,19 @@ def test_a_controller_that_ends_while_it_waits_is_missed_after_a_lease(
     assert live(group, tether.is_cut, at_most_s=10)
 
 
+def test_a_process_that_was_stopped_waits_for_its_controller_anew(
+    ends: tuple[Ports, Ports], agent: tuple[subprocess.Popen[bytes], int]
+) -> None:
+    controller, group = ends
+    tether = LeaseTether(group, LEASE_S, agent=agent[1])
+    controller.outputs["to-generator-0"].put(Stop())
+    assert live(group, lambda: bool(group.inputs["commands"].heard_s), at_most_s=10)
+    assert live(group, lambda: group.outputs["events"].connected == {"controller"}, at_most_s=10)
+    time.sleep(2 * LEASE_S)  # stopped: it hears nothing, and asks nothing
+    assert not tether.is_cut()
+    assert live(group, tether.is_cut, at_most_s=10)
+
+
 def test_a_process_does_not_outlive_its_agent(
     ends: tuple[Ports, Ports], agent: tuple[subprocess.Popen[bytes], int]
 ) -> None:

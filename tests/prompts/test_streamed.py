@@ -96,6 +96,19 @@ def test_rows_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.M
     release.set()
 
 
+def test_who_waits_for_rows_may_do_something_meanwhile() -> None:
+    release, source = threading.Event(), Source(3)
+
+    def stalls() -> Iterator[list[Prompt]]:
+        yield from source()
+        assert release.wait(120), "nothing was done"
+        yield [made(3)]
+
+    stream = StreamedPrompts(stalls, 0, 1)
+    stream.while_waiting = release.set
+    assert [stream.prompt(ordinal).prompt_id for ordinal in range(4)] == ["0", "1", "2", "3"]
+
+
 def test_a_resume_reads_one_pass_at_most_and_a_part() -> None:
     source = Source(30)
     stream = StreamedPrompts(source, 0, 5)

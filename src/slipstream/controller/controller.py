@@ -235,8 +235,9 @@ class Controller:
             case HandedOver(ordinal=ordinal) if ordinal in self.holder_of:
                 self.partials[ordinal] = message.partials
             case Leaving(executor=executor):
-                self.observers.leaving(executor)
                 self.is_checkpoint_wanted |= replica_of(executor) is None
+                if self.is_checkpoint_wanted and self.has_begun and not (self.schedule.training or self.num_unsaved):
+                    self._checkpoint()  # now; and again after the next step, if there is time for one
             case _ if not isinstance(message, (*OBSERVED, HandedOver, messages.CompletionsFinished)):  # or an empty one
                 raise TypeError(f"the controller does not take {type(message).__name__}")
 
@@ -290,9 +291,8 @@ class Controller:
     # Checkpoints
 
     def _save_if_due(self) -> None:
-        done, every = self.schedule.steps_done, self.config.trainer.checkpoint_every
-        is_due = every > 0 and done % every == 0
-        if (is_due or self.is_checkpoint_wanted) and not self.is_interrupted:
+        every = self.config.trainer.checkpoint_every or float("inf")
+        if (self.schedule.steps_done % every == 0 or self.is_checkpoint_wanted) and not self.is_interrupted:
             self.is_checkpoint_wanted = False
             self._checkpoint()
 

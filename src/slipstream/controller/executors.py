@@ -202,14 +202,9 @@ class Executors:
                     has_worked |= host.step()
         has_worked |= self._bury()
         self._tell_of_loading()
-        if self._membership.wait_s() <= 0.0:  # else `check` has no work
-            patience = {
-                name: self._patience.of(self._nodes[split_rank_name(name)[0]], is_ready=name in self.ready)
-                for name in self._children
-            }
-            for name in self._membership.check(self._ports, busy=self._busy(), patience=patience):
-                has_worked = True
-                self._lose_silent(name)
+        for name in self._silent():
+            has_worked = True
+            self._lose_silent(name)
         for group in self._restarts.take_due():
             has_worked = True
             self._start_again(self._nodes[group])
@@ -316,6 +311,21 @@ class Executors:
         return self._found.popleft() if self._found else self._ports.inputs["events"].get_nowait()
 
     # Silence
+
+    def keep_in_touch(self) -> None:
+        """Give signs of life while the controller waits for something that is no event, such as the next prompts."""
+        self._silent()  # whoever is, still is when the controller goes on
+        self.heard_s = self._clock.now_s()
+
+    def _silent(self) -> list[str]:
+        """Give a sign of life when one is due; return the processes that have given none for too long."""
+        if self._membership.wait_s() > 0.0:  # `check` has no work
+            return []
+        patience = {
+            name: self._patience.of(self._nodes[split_rank_name(name)[0]], is_ready=name in self.ready)
+            for name in self._children
+        }
+        return self._membership.check(self._ports, busy=self._busy(), patience=patience)
 
     def _busy(self) -> list[str]:
         """Return the processes of other machines that may be busy for longer than a lease."""

@@ -23,6 +23,7 @@ from slipstream.controller.pipeline import CONTROLLER, replica_of
 from slipstream.controller.tally import Tally
 from slipstream.core.config import RunConfig
 from slipstream.core.held_out import GREEDY_PREFIX, SAMPLED_PREFIX, set_prefix
+from slipstream.core.peer_messages import Leaving
 from slipstream.core.run_log import Metrics
 from slipstream.core.service_messages import Counters, Noted, Progress, Ready
 from slipstream.core.types import GroupScored, ReplicaLost, StepDone, Swapped
@@ -94,6 +95,8 @@ class Observers:
 
     def take(self, news: object) -> None:
         """Hand `news` to the observers that hear it, and then what they make of it."""
+        if isinstance(news, Leaving):
+            self._leaving(news.executor)
         waiting = deque([news])
         while waiting:
             one = waiting.popleft()
@@ -109,10 +112,14 @@ class Observers:
         """Tell people, on the controller's behalf."""
         self.take(Noted(executor=CONTROLLER, text=text))
 
-    def leaving(self, executor: str) -> None:
+    def _leaving(self, executor: str) -> None:
         """Tell what follows as `executor` was told to end."""
         is_replica = replica_of(executor) is not None
-        then = "it hands over what it has begun, and leaves" if is_replica else "a checkpoint follows the current step"
+        then = (
+            "it hands over what it has begun, and leaves"
+            if is_replica
+            else "a checkpoint is made when no step is in training"
+        )
         self.note(f"{executor} was told to end: {then}")
 
     def sync(self) -> None:

@@ -86,6 +86,7 @@ class LeaseTether:
             self._ports.beat()
         has_begun = any(CONTROLLER in inbox.heard_s for inbox in self._ports.inputs.values())
         self._ports.hear(self._lease, busy=[] if has_begun else [CONTROLLER])
+        self._lease.listens()  # this process may have been stopped, and the signs of life of that time be on their way
         return bool(self._lease.silent()) or bool(select.select(self.fds, [], [], 0)[0])
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -15,6 +16,7 @@ KEPT = 4096
 """Prompts that are kept after they were given: a group that starts again asks for one of the last ordinals."""
 READ_WITHIN_S = 600.0
 """For the next rows: longer than the library that fetches them tries again by itself."""
+TELL_EVERY_S = 0.2
 _BUFFER_KEY = 0x42756666
 
 Batches = Callable[[], Iterator[list[Prompt]]]
@@ -36,6 +38,8 @@ class StreamedPrompts:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt-stream")
         self._kept: OrderedDict[int, Prompt] = OrderedDict()
         self._length: int | None = None  # of a pass, once one has ended
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called again and again while the next rows do not come."""
         self._begin(0, 0)
         if not self._buffer:
             raise ConfigError("there are no training prompts", got="0 prompts", hint="see prompts.max_prompt_tokens")
@@ -77,12 +81,14 @@ class StreamedPrompts:
     def _row(self) -> Prompt | None:
         """Return the next prompt of the pass, or None at its end."""
         while not self._waiting and self._ahead is not None:
-            try:
-                batch = self._ahead.result(READ_WITHIN_S)
-            except TimeoutError as error:
-                got = f"nothing within {READ_WITHIN_S:g} s, after {self._next} prompts"
-                hint = "is its source reachable? A resume goes on with the same prompt"
-                raise SlipstreamError("the next rows of the data set have not come", got=got, hint=hint) from error
+            end_s = time.monotonic() + READ_WITHIN_S
+            while not wait([self._ahead], TELL_EVERY_S).done:
+                self.while_waiting()
+                if time.monotonic() >= end_s:
+                    got = f"nothing within {READ_WITHIN_S:g} s, after {self._next} prompts"
+                    hint = "is its source reachable? A resume goes on with the same prompt"
+                    raise SlipstreamError("the next rows of the data set have not come", got=got, hint=hint)
+            batch = self._ahead.result()
             self._waiting = [] if batch is None else batch[::-1]
             self._ahead = None if batch is None else self._reader.submit(next, self._rows, None)
         return self._waiting.pop() if self._waiting else None

@@ -53,6 +53,7 @@ from slipstream.observe.samples import drop_after
 from slipstream.observe.summary import Data, Summary, read_summary, write_summary
 from slipstream.observe.trackers import Trackers, open_trackers
 from slipstream.prompts import PromptReport, PromptSet, task_table
+from slipstream.prompts.streamed import StreamedPrompts
 from slipstream.rewards.checks import check_answers
 from slipstream.rewards.dry_call import dry_call
 from slipstream.rewards.given import Functions
@@ -201,9 +202,7 @@ def _attempt(
     screen = Screen(config, run_dir) if given.display else None
     save_config(config, run_dir / "config.toml")  # from here on the directory is that of a run
     _tell_of_prompts(report, screen)
-
     note = _unheard if screen is None else screen.note
-
     with (
         contextlib.nullcontext() if screen is None else contextlib.closing(screen),
         HeldFolder(run_dir) as folder,
@@ -220,6 +219,8 @@ def _attempt(
             interrupts=given.interrupts,
             callbacks=callbacks,
         )
+        if isinstance(prompts.train, StreamedPrompts):
+            prompts.train.while_waiting = controller.executors.keep_in_touch
 
         def conclude(error: BaseException | None = None) -> Summary:
             folder.check()
