@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_809
+MAX_LINES = 93_812
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -193,7 +193,7 @@ MAX_LINES_OF_FOLDER = {
     "rewards": 4_072,
     "stages": 2_999,
     "trainer": 6_630,
-    "weight_sync": 3_735,
+    "weight_sync": 3_738,
 }
 LONG_FUNCTIONS = dict.fromkeys(
     ("generator/paged_kernels.py", "generator/decode_kernels.py"), "a kernel is one function"

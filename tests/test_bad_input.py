@@ -324,7 +324,7 @@ CONFLICTS = [  # the schema's, in the order of core/config.py
         "vllm cold evaluation",
         {"generator": VLLM, "eval": {"sets": [{"name": "a"}, {"name": "b", "temperature": 0.005}]}},
         "no lower temperature",
-        "eval.sets.1.temperature = 0.005",
+        "or 0 (greedy)",
     ),
     wrong("vllm cuts", {"generator": {**VLLM, "top_p": 0.9, "min_p": 0.1}}, "min_p before top_p", "one of the two"),
     wrong("vllm device", {"generator": {**VLLM, "device": "cuda"}}, "native engine's", "leave it out"),

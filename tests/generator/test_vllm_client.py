@@ -18,6 +18,7 @@ from vllm_kit import QUICK, drive, fake_engine, num_tokens, request, set_fake, s
 from slipstream.core.errors import ChannelError, ChannelTimeout, ConfigError, ExecutorDied, WeightSyncError
 from slipstream.core.types import VersionSpan
 from slipstream.generator.requests import Finished, Request
+from slipstream.generator.vllm import protocol
 from slipstream.generator.vllm.engine import Deadlines
 from slipstream.generator.vllm.live import LiveCompletion
 from slipstream.models.transformer import Transformer
@@ -355,6 +356,19 @@ def test_an_answer_to_something_else_is_refused(model: Transformer, tmp_path: Pa
             engine.push()
         with pytest.raises(ChannelError, match="answered another probe"):
             engine.probe(np.arange(8, dtype=np.int32))
+
+
+def test_an_answer_that_comes_too_late_is_no_fault_of_the_replacement(model: Transformer, tmp_path: Path) -> None:
+    with fake_engine(model, tmp_path, max_restarts=1) as engine:
+        engine.submit([request()])
+        drive(engine, lambda: num_tokens(engine) >= 2)
+        engine._worker.send(protocol.Probe(id=1 << 20, tokens=list(range(8))))
+        late = engine._worker.wait_for(protocol.Probed, "the logprobs of the probe text", QUICK.answer_s)
+        engine._worker._kept.append(late)  # as if it had come a moment after the deadline
+        engine._replace(ChannelTimeout("no answer"))
+        (item,) = drive(engine)
+        assert engine.num_restarts == 1
+    check(item, num_new=50)
 
 
 def test_late_tokens_of_one_completion_are_not_the_next_ones(model: Transformer, tmp_path: Path) -> None:

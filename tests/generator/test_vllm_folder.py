@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +18,18 @@ from slipstream.generator.vllm.folder import WeightFolder, save_base
 from slipstream.models.hf import load_model
 from slipstream.models.initialise import new_model
 from slipstream.models.transformer import Transformer
+
+READ_ONLY = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+READ_ONLY += ['mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+BOTH = """
+from pathlib import Path
+from slipstream.generator.vllm.folder import WeightFolder
+from slipstream.weight_sync.segment import SharedMemory
+folder, slots = WeightFolder(1 << 10, Path.touch), SharedMemory("read-only").create(100, 1)
+print(folder.path.parent, Path(slots.name).parent)
+folder.close()
+slots.close()
+"""
 
 
 def fresh(family: str, *, tied: bool) -> Transformer:
@@ -84,6 +99,19 @@ def test_a_killed_runs_folder_is_removed_with_its_segments() -> None:
     assert not folder.path.exists()
     assert other.path.exists()
     other.close()
+
+
+def test_shared_memory_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
+    """By the folder, and by the segment that a trainer writes."""
+    try:
+        is_possible = subprocess.run([*READ_ONLY, "true"], capture_output=True, timeout=60).returncode == 0
+    except OSError:
+        is_possible = False
+    if not is_possible:
+        pytest.skip("this machine lets no user mount in a namespace of their own")
+    command, environment = [*READ_ONLY, sys.executable, "-c", BOTH], os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(tmp_path)] * 2, done.stderr
 
 
 def test_weights_without_room_are_refused() -> None:

@@ -275,6 +275,7 @@ def test_a_receiver_with_another_base_is_told_so_and_not_linked_again(tmp_path: 
 def test_a_thread_gives_way_and_never_asks_for_more(niceness: int) -> None:
     """More than it began with is refused to all but root, and then no version would ever be staged."""
     found: list[int] = []
+    niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
 
     def staging() -> None:
         thread = threading.get_native_id()
@@ -286,3 +287,14 @@ def test_a_thread_gives_way_and_never_asks_for_more(niceness: int) -> None:
     thread.start()
     thread.join(30)
     assert found == [max(niceness, STAGING_NICENESS)]
+
+
+def test_a_thread_that_may_not_give_way_stages_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a filter of system calls (systemd's `~@resources`). Else its thread would end, and nothing be staged."""
+
+    def refuse(*_: int) -> None:
+        raise PermissionError("setpriority")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(give_way).result(30)

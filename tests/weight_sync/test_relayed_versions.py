@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from in_process import InProcess
 from slipstream.controller.build import default_pipeline
 from slipstream.core.channel import connect_local, wait
 from slipstream.core.channel_spec import ChannelSpec, Kind
-from slipstream.core.errors import WeightSyncError
+from slipstream.core.errors import CheckpointError, WeightSyncError
 from slipstream.core.peer_messages import Holding, WeightsLinked, WeightsOffered, WeightsWanted
 from slipstream.core.recipes import resolve
 from slipstream.weight_sync.copying import HOST
@@ -312,6 +313,18 @@ def test_a_source_that_does_nothing_is_given_up(tmp_path: Path) -> None:
         assert second.parent == -1
         assert second.subscriber.stats.num_failed_transfers == 1
         rig.take(0, [first])
+
+
+def test_another_base_ends_the_replica(tmp_path: Path) -> None:
+    """As a lost transfer it would be asked for again without end."""
+    with running(tmp_path, "b") as rig:
+        subscriber = rig.replicas[0].subscriber
+        assert subscriber._shelf is not None
+        subscriber._shelf.holding = msgspec.structs.replace(holding(), base="b" * 64)
+        rig.publish(0)
+        with pytest.raises(CheckpointError, match="different base models"):
+            rig.until(lambda: subscriber.stats.num_failed_transfers > 0)
+        assert subscriber.stats.num_failed_transfers == 0
 
 
 def test_a_replica_that_still_loads_does_not_hold_up_the_links_of_a_hundred_others(tmp_path: Path) -> None:

@@ -80,13 +80,8 @@ def rollouts_dir(checkpoint: Path) -> Path:
 
 
 def save_messages(path: Path, messages: Sequence[Message], *, cut: str) -> None:
-    """Write `messages` to `path`, whole or not at all; `cut` is the name of the cut they belong to. DiskError.
-
-    Without any, remove the file of an attempt that came to this checkpoint before: a resume would miss what is in it.
-    """
+    """Write `messages`, if any, to `path`, whole or not at all; `cut` is the cut that they belong to. DiskError."""
     if not messages:
-        with disk_errors(path):
-            path.unlink(missing_ok=True)
         return
     arrays: list[np.ndarray] = []
     numbers: dict[int, int] = {}  # by identity: the rollouts of a group have one prompt
@@ -109,13 +104,16 @@ def save_messages(path: Path, messages: Sequence[Message], *, cut: str) -> None:
 
 
 def load_messages(path: Path, kind: type[M], *, cut: str) -> list[M]:
-    """Return the messages in `path`, all of `kind`. CheckpointError for a file that is damaged or of another cut."""
+    """Return the messages in `path`, all of `kind`. CheckpointError for a file that is damaged.
+
+    One of another cut has none: an earlier attempt left it, perhaps a process that there is no longer.
+    """
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata()
             arrays = [file.get_tensor(str(number)) for number in range(len(file.keys()))]
         if metadata["cut"] != cut:
-            raise ValueError("it belongs to another checkpoint")
+            return []
         if metadata["crc32"] != str(_crc32(metadata["messages"], arrays)):
             raise ValueError("it is damaged")
 

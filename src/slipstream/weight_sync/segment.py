@@ -207,7 +207,8 @@ class SharedMemory:
             except OSError as error:
                 if error.errno not in _ELSEWHERE:
                     raise
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it is not there, and a read-only one says so first
+                    path.unlink()
                 continue
             with open(path, "r+b") as file:
                 file.write(_HEADER.pack(_MAGIC, num_slots, num_bytes, len(encoded), len(handle)))

@@ -20,6 +20,7 @@ gloo and NCCL send in plain text: links need a trusted network.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -34,7 +35,7 @@ import numpy as np
 import torch
 
 from slipstream.core.background import start_thread
-from slipstream.core.errors import ChannelError, CheckpointError, SlipstreamError, WeightSyncError
+from slipstream.core.errors import ChannelError, SlipstreamError, WeightSyncError
 from slipstream.core.peer_messages import WeightsLinked, WeightsOffered
 from slipstream.weight_sync.copies import Copies
 from slipstream.weight_sync.copying import HOST, Bytes, Memory
@@ -112,7 +113,8 @@ def give_way() -> None:
     torch.set_num_threads(1)  # of this thread; the others keep theirs
     if sys.platform == "linux":  # where threads have priorities of their own
         thread = threading.get_native_id()  # never raised: who begins lower may not
-        os.setpriority(os.PRIO_PROCESS, thread, max(STAGING_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+        with contextlib.suppress(OSError):  # a filter of system calls: it is no reason to stage nothing
+            os.setpriority(os.PRIO_PROCESS, thread, max(STAGING_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class _Bucket:
@@ -327,7 +329,7 @@ class LinkReader:
         return f"the link to {'the trainer' if self._linked.parent < 0 else f'replica {self._linked.parent}'}"
 
     def _failed(self, offer: WeightsOffered, error: Exception) -> Exception:
-        if isinstance(error, WeightSyncError | CheckpointError):
+        if not isinstance(error, RuntimeError | ChannelError):  # the link is not at fault
             return error
         return WeightSyncError(
             f"{self._name} broke before version {offer.version} was whole", got=str(error).splitlines()[0]
@@ -357,7 +359,7 @@ class LinkReader:
             ]
             sizes = [bucket.num_bytes for _, buckets in self._buckets for bucket in buckets]
             self._room = [self._links.memory.empty(max(sizes, default=0)) for _ in range(2)]
-        except (RuntimeError, SlipstreamError) as error:
+        except Exception as error:  # noqa: BLE001 - `fetch` raises it
             self._closing.wait(max(0.0, _LEAST_RETRY_S - (time.monotonic() - started_s)))
             self._error = error
         if self._closing.is_set() and self._group is not None:

@@ -465,7 +465,7 @@ class VLLMEngine:
     def _replace(self, error: ExecutorDied | ChannelTimeout) -> None:
         """Start another process for one that died or is stuck; its `error` is raised when there were too many."""
         refused = None if self._push in self._versions else self._push
-        with contextlib.suppress(ExecutorDied):
+        with contextlib.suppress(ExecutorDied, ChannelError):  # an answer may come late, when nobody waits for it
             self._receive(refused)  # the last it said
         self._worker.close(is_orderly=False)
         if not self._has_served or self.num_restarts >= self._max_restarts:

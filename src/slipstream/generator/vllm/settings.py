@@ -170,7 +170,7 @@ def _check_sampling(generator: GeneratorConfig, sets: Sequence[EvalSet]) -> None
             raise ConfigError(
                 "vLLM samples at no lower temperature: it would take this one for another",
                 got=f"{field} = {temperature:g} with generator.engine = 'vllm'",
-                allowed=f"at least {MIN_TEMPERATURE:g}",
+                allowed=f"at least {MIN_TEMPERATURE:g}" + ", or 0 (greedy)" * field.startswith("eval."),
             )
     if generator.top_p < 1.0 and generator.min_p > 0.0:
         raise ConfigError(
