@@ -52,6 +52,15 @@ from slipstream.core.types import (
 PROMPT = Prompt(prompt_id="0", text="", tokens=np.zeros(1, np.int32), task="t")
 TIMEOUT_S = 30.0
 
+METRICS = {
+    "tokens_trained": 8.0,
+    "tokens_read": 8.0,
+    "padding_frac": 0.0,
+    "staleness_updates_max": 0.0,
+    "reward_mean": 0.5,
+}
+"""Of a step, as much as the controller reads."""
+
 
 class Played:
     """A process of a group, whose executor is the test."""
@@ -482,14 +491,7 @@ def test_a_resume_may_bring_a_whole_batch_which_is_trained_before_any_generator_
         trainer.say(scored(ordinal))
     run.until(lambda: bool(run.schedule.training), "the step")
     assert work_left(run.schedule, has_begun=run.controller.has_begun) == "finishing step 1, then a checkpoint"
-    metrics = {
-        "tokens_trained": 8.0,
-        "tokens_read": 8.0,
-        "padding_frac": 0.0,
-        "staleness_updates_max": 0.0,
-        "reward_mean": 0.5,
-    }
-    trainer.say(StepDone(step=0, version=1, metrics=metrics))
+    trainer.say(StepDone(step=0, version=1, metrics=METRICS))
     run.until(lambda: run.schedule.steps_done == 1, "its end")
     assert run.controller.executors.missing == ["generator-0", "generator-0@1", "generator-1"]
     assert run.controller.ledger.counts()["trained"] == 2
@@ -507,18 +509,11 @@ def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run)
     run.until(lambda: run.controller.is_checkpoint_wanted, "it is heard")
     assert run.controller.cut_at is None
     assert run.observer.notes[-1] == "trainer was told to end: a checkpoint is made when no step is in training"
-    metrics = {
-        "tokens_trained": 8.0,
-        "tokens_read": 8.0,
-        "padding_frac": 0.0,
-        "staleness_updates_max": 0.0,
-        "reward_mean": 0.5,
-    }
-    trainer.say(StepDone(step=0, version=1, metrics=metrics), scored(2), scored(3))
+    trainer.say(StepDone(step=0, version=1, metrics=METRICS), scored(2), scored(3))
     run.until(lambda: run.schedule.training == (2, 3), "the next step")
     assert trainer.hears(Checkpoint).step == 1
     assert trainer.hears(TrainStep) == TrainStep(step=1, ordinals=(2, 3)), "the checkpoint comes before it"
-    trainer.say(StepDone(step=1, version=2, metrics=metrics))
+    trainer.say(StepDone(step=1, version=2, metrics=METRICS))
     run.until(lambda: run.schedule.steps_done == 2, "its end")
     assert run.controller.cut_at is not None
     assert run.controller.cut_at[0] == 1, "one is enough"
@@ -535,14 +530,7 @@ def test_a_trainer_that_is_taken_away_while_it_waits_saves_what_it_has_at_once(r
     trainer.say(Leaving(executor="trainer"), scored(0), scored(1))
     run.until(lambda: run.schedule.training == (0, 1), "a step")
     assert run.controller.num_unsaved == 1
-    metrics = {
-        "tokens_trained": 8.0,
-        "tokens_read": 8.0,
-        "padding_frac": 0.0,
-        "staleness_updates_max": 0.0,
-        "reward_mean": 0.5,
-    }
-    trainer.say(StepDone(step=0, version=1, metrics=metrics))
+    trainer.say(StepDone(step=0, version=1, metrics=METRICS))
     run.until(lambda: run.controller.num_unsaved == 2, "the step that it had time for")
 
 
