@@ -362,11 +362,6 @@ def oldest_update(run: Path) -> int:
     return int(summary(run)["staleness"]["updates_max"])
 
 
-def num_parameters(run: Path) -> int:
-    """Of the policy."""
-    return int(summary(run)["model_params"])
-
-
 def reward_accuracy(run: Path) -> float:
     """Of the reward model that a run of `Pipeline.judge` made, on held-out pairs."""
     record = json.loads((stage_dir(run, "reward_model") / "stage.json").read_text())

@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_812
+MAX_LINES = 93_818
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -186,7 +186,7 @@ MAX_LINES_OF_FOLDER = {
     "generator": 10_061,
     "jail": 1_081,
     "jobs": 982,
-    "models": 10_103,
+    "models": 10_109,
     "observe": 10_167,
     "plan": 7_630,
     "prompts": 1_619,

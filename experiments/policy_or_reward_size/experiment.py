@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
 from experiments.comparison import is_as_great
 from experiments.figures import COLOURS, MARKERS, panels, svg
 from experiments.lab import Lab
-from experiments.policy_or_reward_size.sizes import comparable, held_out_loss, tuned_by_size
+from experiments.policy_or_reward_size.sizes import comparable, held_out_loss, sft_parameters, tuned_by_size
 from experiments.rlhf import (
     SEEDS,
     SIZES,
@@ -24,20 +25,20 @@ from experiments.rlhf import (
     drift_axes,
     is_greater_by_seed,
     mean_by_seed,
-    num_parameters,
     reward_accuracy,
     share,
     shares_kept,
 )
 from experiments.section import Section, Verdict, markdown_table, spread
 from experiments.staleness_by_loss.experiment import AS_TUNED, MOST_ESS, as_tuned, told_of_tuning
-from experiments.staleness_by_loss.tuning import DRIFT, FAR, WINDOW, Trial
+from experiments.staleness_by_loss.tuning import DRIFT, FAR, ROUNDS, WINDOW, Trial
 
 LOSS = "online_dpo"
-ROUNDS = 4
-"""Of tuning, at most."""
+KEPT = Path(__file__).with_name("outcomes.jsonl")
 ON_POLICY = 1
 SMALL, LARGE = "S", "L"
+EQUAL_LOSS = 0.05
+"""Held-out losses of SFT policies, nats per token, at most this far apart are equal."""
 AS_GOOD = 0.05
 """Win rates at most this much lower are as good."""
 
@@ -52,13 +53,14 @@ REWARD_MODELS: tuple[Models, ...] = tuple((USUAL, size) for size in SIZES)
 class Plan:
     """What is run: every size of either model beside the usual one of the other, at every N, on every seed.
 
-    `rounds`: of tuning, at most.
+    `rounds`: of tuning, at most. `kept`: the file of what runs have come to.
     """
 
     pipeline: Pipeline = field(default_factory=Pipeline)
     seeds: Sequence[int] = SEEDS
     minibatches: Sequence[int] = (ON_POLICY, FAR, 64)
     rounds: int = ROUNDS
+    kept: Path | None = KEPT
 
     def cells(self) -> Iterator[Key]:
         for models in dict.fromkeys([*POLICIES, *REWARD_MODELS]):
@@ -84,6 +86,11 @@ class Found:
     def minibatches(self) -> list[int]:
         return sorted({num for _, num in self.cells})
 
+    @property
+    def apart(self) -> float:
+        """How far `losses` lie apart."""
+        return max(self.losses.values()) - min(self.losses.values())
+
     def kept(self, models: Models) -> list[float] | None:
         """By seed, the share of the gain at N = 1 that is kept, mean over all larger N. None as in `shares_kept`."""
         on_policy = self.cells[models, ON_POLICY]
@@ -108,16 +115,16 @@ def runs_of(plan: Plan, tuned: Mapping[str, Tuned]) -> dict[Key, list[Run]]:
 def read(lab: Lab, plan: Plan, tuned: Mapping[str, Trial]) -> Found:
     """From the runs, which are made."""
     wanted = runs_of(plan, {size: trial.tuned for size, trial in tuned.items()})
-    outcomes = plan.pipeline.outcomes(lab, [run for some in wanted.values() for run in some])
+    outcomes = plan.pipeline.outcomes(lab, [run for some in wanted.values() for run in some], plan.kept)
     found = {key: [outcomes[run] for run in some] for key, some in wanted.items()}
-    first = {key[0][0]: lab.place(plan.pipeline.rl(lab, some[0])) for key, some in wanted.items()}
+    policies = {size: lab.place(plan.pipeline.sft(lab, size)) for size in SIZES}
     judges = {size: [lab.place(plan.pipeline.judge(lab, seed, size)) for seed in plan.seeds] for size in SIZES}
     return Found(
         cells={key: cell_of(some) for key, some in found.items()},
-        parameters={size: num_parameters(run) for size, run in first.items()},
+        parameters={size: sft_parameters(run) for size, run in policies.items()},
         accuracies={size: [reward_accuracy(run) for run in runs] for size, runs in judges.items()},
         ess={key: [one.ess for one in some] for key, some in found.items()},
-        losses={size: held_out_loss(lab.place(plan.pipeline.sft(lab, size))) for size in SIZES},
+        losses={size: held_out_loss(run) for size, run in policies.items()},
         tuned=tuned,
     )
 
@@ -142,7 +149,7 @@ def judges_rise(found: Found) -> bool | None:
 
 def policy_size_helps(found: Found) -> Verdict:
     grown = found.grown((SMALL, USUAL), (LARGE, USUAL))
-    is_known = grown is not None and has_something_to_bear(found, POLICIES)
+    is_known = grown is not None and found.apart <= EQUAL_LOSS and has_something_to_bear(found, POLICIES)
     return Verdict(
         "A larger policy is more robust to staleness",
         "A, Fig. 5",
@@ -159,7 +166,8 @@ def reward_size_does_not(found: Found) -> Verdict:
     bears = has_something_to_bear(found, [*POLICIES, *REWARD_MODELS])
     if by_policy is not None and by_reward is not None and bears and judges_rise(found):
         helps = is_greater_by_seed(by_reward, [0.0] * len(by_reward))
-        holds = False if helps else is_greater_by_seed(by_policy, by_reward) or None
+        helps_less = found.apart <= EQUAL_LOSS and is_greater_by_seed(by_policy, by_reward)
+        holds = False if helps else helps_less or None
     return Verdict(
         "A larger reward model is not more robust",
         "A, Fig. 5",
@@ -247,10 +255,9 @@ def figure(found: Found) -> str:
 def section(lab: Lab, plan: Plan | None = None) -> Section:
     plan = plan or Plan()
     plan = replace(plan, pipeline=comparable(lab, plan.pipeline))
-    tuned = tuned_by_size(lab, plan.pipeline, LOSS, rounds=plan.rounds)
+    tuned = tuned_by_size(lab, plan.pipeline, LOSS, rounds=plan.rounds, kept=plan.kept)
     plan.pipeline.make(lab, plan.seeds, [], policies=list(SIZES), reward_models=list(SIZES))
     found = read(lab, plan, tuned)
-    apart = max(found.losses.values()) - min(found.losses.values())
     return Section(
         title="Policy size or reward-model size",
         question="Does a larger policy tolerate more staleness, and does a larger reward model?",
@@ -264,9 +271,9 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         tables=tables(found),
         figures={"Win rate against KL by size and N": figure(found)},
         verdicts=verdicts(found),
-        cost="an hour to an hour and a half on two cores, by the rounds that tuning takes",
+        cost="two to three hours on two cores, by the rounds that tuning takes",
         notes=[
             told_of_tuning({f"policy {size}": trial for size, trial in tuned.items()}),
-            f"Held-out losses of the SFT policies lie up to {apart:.2f} nats per token apart.",
+            f"Held-out losses of the SFT policies lie up to {found.apart:.2f} nats per token apart.",
         ],
     )

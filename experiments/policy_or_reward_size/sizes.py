@@ -14,17 +14,20 @@ from statistics import fmean
 from typing import Any
 
 from experiments.lab import Lab
-from experiments.rlhf import SIZES, USUAL, Pipeline, reward_accuracy
+from experiments.rlhf import SIZES, USUAL, Pipeline, model_of, reward_accuracy
 from experiments.staleness_by_loss.tuning import SEED, Trial, tune
 from slipstream.core.recipes import stage_dir
+from slipstream.models.config import config_from_hf
+from slipstream.models.hf import read_hf_config
+from slipstream.models.sizes import num_parameters
 
 SFT_RATES: Mapping[str, Sequence[float]] = {"S": (1e-3, 2e-3, 4e-3), "M": (5e-4, 1e-3, 2e-3), "L": (2.5e-4, 5e-4, 1e-3)}
 RATE_STEPS = 600
 """Updates by which rates of SFT are compared."""
 SFT_STEPS: Mapping[str, Sequence[int]] = {
-    "S": (1000, 2000, 3000),
-    "M": (400, 600, 800, 1000),
-    "L": (200, 300, 400, 600),
+    "S": (2000, 3000, 4500, 6000),
+    "M": (250, 275, 300, 325, 350, 375, 400, 450),
+    "L": (140, 160, 180, 200, 220, 240, 300),
 }
 """From which each size takes what comes nearest the loss that all can reach."""
 JUDGE_RATES: Sequence[float] = (1e-4, 3e-4, 1e-3)
@@ -40,9 +43,12 @@ def comparable(lab: Lab, pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, by_size={size: sft[size] | {"reward_model": judges[size]} for size in SIZES})
 
 
-def tuned_by_size(lab: Lab, pipeline: Pipeline, loss: str, *, rounds: int) -> dict[str, Trial]:
-    """Rate and penalty of RL for each size of the policy, as losses are tuned, and what they came to there."""
-    found = tune(lab, pipeline, [(loss, size) for size in SIZES], rounds=rounds)
+def tuned_by_size(lab: Lab, pipeline: Pipeline, loss: str, *, rounds: int, kept: Path | None) -> dict[str, Trial]:
+    """Rate and penalty of RL for each size of the policy, as losses are tuned, and what they came to there.
+
+    `kept`: the file of what runs have come to.
+    """
+    found = tune(lab, pipeline, [(loss, size) for size in SIZES], rounds=rounds, kept=kept)
     return {size: trial for (_, size), trial in found.items()}
 
 
@@ -50,6 +56,11 @@ def held_out_loss(run: Path) -> float:
     """Of the SFT policy, nats per token."""
     record = json.loads((stage_dir(run, "sft") / "stage.json").read_text())
     return float(record["held_out"]["after"]["loss"])
+
+
+def sft_parameters(run: Path) -> int:
+    """How many the SFT policy has."""
+    return num_parameters(config_from_hf(read_hf_config(Path(model_of(run, "sft")))))
 
 
 def nearest_steps(losses: Mapping[str, Mapping[int, float]]) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from experiments.policy_or_reward_size.sizes import (
     nearest_steps,
     tuned_by_size,
 )
-from experiments.rlhf import Cell, Ended, Pipeline, Tuned
+from experiments.rlhf import Cell, Ended, Pipeline, Tuned, model_of
 from experiments.staleness_by_loss.tuning import Ran, Trial
 from slipstream.core.recipes import stage_dir
 
@@ -109,6 +110,12 @@ def test_nothing_is_said_where_nothing_is_borne_or_larger_judges_are_no_better()
     assert holds(replace(world(), accuracies=RISING | {"L": RISING["M"]})) == [True, None, None]
 
 
+def test_nothing_is_said_of_policies_that_fine_tuning_left_unlike():
+    unlike = {"S": 0.95, "M": 0.91, "L": 0.89}
+    assert holds(replace(world(), losses=unlike)) == [None, None, True]
+    assert holds(replace(world(ML=(0.5, 0.7)), losses=unlike)) == [None, False, True]  # no policies are compared
+
+
 def test_the_plan_is_a_cross_of_both_sizes(tmp_path):
     lab, made = Lab(tmp_path), experiment.runs_of(Plan(), TUNED)
     assert {models for models, _ in made} == {*POLICIES, *REWARD_MODELS}
@@ -130,6 +137,20 @@ def test_updates_are_those_nearest_the_loss_that_all_can_reach():
     assert nearest_steps(losses) == {"S": 3000, "M": 600, "L": 300}
 
 
+TIMES = {"S": 4, "M": 0.5, "L": 0.3}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
 class Learning(Lab):
     """Larger models learn sooner, each best at the second of its rates; so do their reward models."""
 
@@ -141,8 +162,11 @@ class Learning(Lab):
                 stage_dir(folder, stage).mkdir(parents=True, exist_ok=True)
                 if stage == "sft":
                     steps, rate = config.sft.steps or 0, config.sft.optimizer.lr
-                    loss = 400 * {"S": 4, "M": 1.5, "L": 1}[size] / steps + (rate != SFT_RATES[size][1])
+                    loss = 400 * TIMES[size] / steps + (rate != SFT_RATES[size][1])
                     record = {"held_out": {"after": {"loss": loss}}}
+                    model = Path(model_of(folder, stage))
+                    model.mkdir(exist_ok=True)
+                    (model / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": config.model.hidden_size}))
                 else:
                     right = 0.5 + 0.1 * "SML".index(size) + 0.1 * (config.reward_model.optimizer.lr == JUDGE_RATES[2])
                     record = {"held_out_accuracy": right}
@@ -154,7 +178,7 @@ def test_each_size_gets_what_suits_it(tmp_path):
     lab = Learning(tmp_path)
     found = comparable(lab, Pipeline()).by_size
     assert {size: own["sft"]["optimizer"]["lr"] for size, own in found.items()} == {"S": 2e-3, "M": 1e-3, "L": 5e-4}
-    losses = {size: {n: 400 * times / n for n in SFT_STEPS[size]} for size, times in (("S", 4), ("M", 1.5), ("L", 1))}
+    losses = {size: {n: 400 * times / n for n in SFT_STEPS[size]} for size, times in TIMES.items()}
     assert {size: own["sft"]["steps"] for size, own in found.items()} == nearest_steps(losses)
     assert {own["reward_model"]["optimizer"]["lr"] for own in found.values()} == {1e-3}
     config = replace(Pipeline(), by_size=found).judge(lab, 0, "L").config()
@@ -192,7 +216,7 @@ class Tuning(Lab):
 def test_each_size_is_tuned_by_its_own_runs(tmp_path):
     lab = Tuning(tmp_path)
     lab.asked = set()
-    found = tuned_by_size(lab, Pipeline(), "online_dpo", rounds=4)
+    found = tuned_by_size(lab, Pipeline(), "online_dpo", rounds=4, kept=None)
     assert {size: trial.tuned for size, trial in found.items()} == {
         "S": Tuned(15.0, 1.0),
         "M": Tuned(8.0, 1.0),
@@ -238,18 +262,18 @@ class Whole(Learning):
             }
             (folder / "evaluation.json").write_text(json.dumps(moments))
             (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "ess": 0.5}))
-            (folder / "summary.json").write_text(json.dumps({"model_params": 1000, "staleness": {"updates_max": 0}}))
+            (folder / "summary.json").write_text(json.dumps({"staleness": {"updates_max": 0}}))
         return [self.place(spec) for spec in specs]
 
 
 def test_a_section_is_made_of_what_the_runs_left(tmp_path, undrawn):
-    section = experiment.section(Whole(tmp_path), Plan(seeds=(0, 1)))
+    section = experiment.section(Whole(tmp_path), Plan(seeds=(0, 1), kept=None))
     assert [verdict.holds for verdict in section.verdicts] == [None, None, None]
     *_, tuned, sizes = section.tables.values()
     assert all(f"| {size} | 8.0e-04 | beta 0.1 | 0.50 | 1.50 | yes |" in tuned for size in "SML")
-    assert "| S | 1,000 | " in sizes
+    assert "| S | 18,752 | " in sizes
     assert section.notes == [
         "Tuning, on seed 100: *within* is an effective sample size of 0.3 to 0.6 where neither run "
         "has collapsed. Not within: none.",
-        "Held-out losses of the SFT policies lie up to 0.13 nats per token apart.",  # 400/600 of L, 1600/3000 of S
+        "Held-out losses of the SFT policies lie up to 0.09 nats per token apart.",  # 1600/4500 of S, 200/450 of M
     ]

@@ -33,7 +33,7 @@ TOY = Pipeline(
 )
 LOSSES = ("ppo", "proximal_rloo", "copg", "online_dpo", "best_of_2")
 BY_LOSS = by_loss.Plan(TOY, seeds=(0,), losses=LOSSES, minibatches=(1, 2, 16, 64), rounds=2, kept=None)
-BY_SIZE = by_size.Plan(TOY, seeds=(0,), minibatches=(1, 16), rounds=1)
+BY_SIZE = by_size.Plan(TOY, seeds=(0,), minibatches=(1, 16), rounds=1, kept=None)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.models.attention import PackedAttention
 from slipstream.models.config import config_from_hf, config_to_hf
 from slipstream.models.hf import load_model, logical_tensors
+from slipstream.models.sizes import num_parameters
 
 LENGTHS = [9, 1, 23, 9, 14]
 TOLERANCE = 1e-4
@@ -93,6 +94,12 @@ def test_gradients_equal_transformers(case, checkpoint):
     assert got.keys() == expected.keys()
     for name, grad in got.items():
         torch.testing.assert_close(grad, expected[name], atol=TOLERANCE, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_as_many_as_transformers_counts(case, checkpoint):
+    theirs, _ = checkpoint(case)
+    assert num_parameters(config_from_hf(CASES[case].to_dict())) == theirs.num_parameters()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,12 +22,18 @@ PROMPT_BYTES = 1024  # of a prompt with its row
 
 
 def num_parameters(shape: TransformerConfig) -> int:
-    """Count the parameters of matrices and embeddings."""
+    """Count all parameters. Identity: those of a `Transformer` of this shape."""
+    hidden, query, kv, inner = shape.hidden_size, shape.query_size, shape.kv_size, shape.intermediate_size
+    norm, matrices = (2 if shape.layer_norm else 1), (3 if shape.gated_mlp else 2)
+    attention = 2 * hidden * (query + kv) + (query + 2 * kv) * shape.qkv_bias + hidden * shape.output_bias
+    dense = matrices * hidden * inner + ((matrices - 1) * inner + hidden) * shape.mlp_bias
+    mixture = shape.num_experts * hidden * (matrices * shape.expert_width + 1)
+    norms = 2 * norm * (hidden + shape.head_dim * shape.qk_norm)
     sparse = shape.num_sparse_layers
-    inner = (shape.num_layers - sparse) * shape.intermediate_size + sparse * shape.num_experts * shape.expert_width
-    attention = shape.num_layers * (shape.query_size + shape.kv_size)
+    layers = shape.num_layers * (attention + norms) + (shape.num_layers - sparse) * dense + sparse * mixture
     learned = shape.max_positions if shape.rotary_dim == 0 else 0
-    return shape.hidden_size * (shape.vocab_size + learned + 2 * attention + 2 * inner)
+    tables = shape.vocab_size * (1 if shape.tie_embeddings else 2) + learned
+    return layers + hidden * (tables + norm)
 
 
 def check_sizes(config: RunConfig, shape: TransformerConfig, here: Collection[str]) -> None:
