@@ -196,6 +196,13 @@ def test_what_trl_weighs_beside_the_loss() -> None:
         noted = of_kind(converted(**whole, **beside)[0], "differs")
         assert noted.keys() == beside.keys(), "summed over a completion, not averaged"
         assert all("the mean over tokens" in why for why in noted.values())
+    weighed = {"entropy_coef": 0.01, "mask_truncated_completions": True}
+    for kind in ("grpo", "sapo", "dr_grpo"):
+        assert of_kind(converted(loss_type=kind, **weighed)[0], "differs").keys() == weighed.keys()
+        assert converted(loss_type=kind)[0].notes == []
+    vllm = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "beta": 0.04}
+    assert list(of_kind(converted(**vllm)[0], "differs")) == ["use_bias_correction_kl"]
+    assert of_kind(converted(**vllm, use_bias_correction_kl=False)[0], "differs") == {}
     for one in ({"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}):
         found, config = converted(**one)
         assert config.loss.whiten_advantages == "batch"

@@ -50,6 +50,13 @@ _SCHEDULES = {
     "polynomial": "linear",
 }
 """The nearest schedule to each of transformers'; the last ones differ from it."""
+_DIVIDED = {
+    "entropy_coef": "TRL's bonus is the mean over tokens, here it is divided as the loss is; for dr_grpo that is as "
+    "many times less as max_completion_length is more than the mean length",
+    "mask_truncated_completions": "TRL divides by all completions, here by those that are trained on",
+}
+"""Where the divisor is of completions."""
+_UNCAPPED = "weighs by the ratio of the policy to vLLM's own logprobs, without a cap; TRL's is to the trainer's"
 _SUMMED = (
     "weighs as many times more as a completion has tokens: GSPO sums it over each completion, TRL takes the mean over "
     'tokens. The loss "aipo" with level = "geometric", max_ratio = inf and these epsilons has GSPO\'s gradient with '
@@ -471,6 +478,10 @@ class _Conversion:
         self._bounds(is_token_clip=is_clip and level == "token", high=high)
         self.copy("entropy_coef")
         self.put("loss.truncated", "mask" if self.value("mask_truncated_completions") else "keep")
+        if level == "token" and kind in ("grpo", "sapo", "dr_grpo"):
+            for name, why in _DIVIDED.items():
+                if self.value(name):
+                    self.note("differs", name, why)
         self.put("loss.skip_no_signal", False, "TRL trains on groups of equal rewards, too")
         self._kl()
 
@@ -510,6 +521,8 @@ class _Conversion:
             self.put("kl.place", "loss")
             self.put("kl.estimator", "k3")
             self.put("kl.corrected", bool(self.value("use_bias_correction_kl")))
+            if self._takes_vllm and self.fields["kl.corrected"]:
+                self.note("differs", "use_bias_correction_kl", _UNCAPPED)
         if self.fields["loss.name"] == "gspo":
             for name in ("beta", "entropy_coef"):
                 if self.value(name):
