@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_829
+MAX_LINES = 93_903
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,7 +180,7 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
     "controller": 6_419,
-    "core": 12_315,
+    "core": 12_319,
     "environments": 8_191,
     "evals": 2_822,
     "generator": 10_061,
@@ -188,7 +188,7 @@ MAX_LINES_OF_FOLDER = {
     "jobs": 982,
     "models": 10_109,
     "observe": 10_167,
-    "plan": 7_630,
+    "plan": 7_700,
     "prompts": 1_619,
     "rewards": 4_072,
     "stages": 2_999,

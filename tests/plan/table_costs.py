@@ -73,7 +73,7 @@ class TableCosts:
     def generation(self, layout: GeneratorLayout, *, waits_for_longest: bool) -> Parts:
         return Parts({"generate": self.drawn("generate", layout, waits_for_longest)})
 
-    def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
+    def scoring(self, model: TransformerConfig, layout: ScorerLayout, *, has_head: bool = True) -> Parts:
         return Parts({"score": self.drawn("score", layout)})
 
     def weight_sync(self, trainer: TrainerLayout, generator: GeneratorLayout) -> Parts:
@@ -87,7 +87,7 @@ class TableCosts:
     def generator_memory(self, layout: GeneratorLayout, *, shadow: bool = True) -> Parts:
         return Parts({"weights": self.drawn("holds", layout) / 2, "shadow": 2.0 if shadow else 0.0})
 
-    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
+    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout, *, has_head: bool = True) -> Parts:
         return Parts({"weights": self.drawn("holds", layout)})
 
     def colocated_memory(self, plan: SynchronousPlan) -> Mapping[str, Parts]:

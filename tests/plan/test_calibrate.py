@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -25,7 +26,15 @@ from slipstream.core.types import CompletionFinished
 from slipstream.plan import fits
 from slipstream.plan.calibrate import calibrate, scoring
 from slipstream.plan.fits import Pieces, fit
-from slipstream.plan.recorded import RecordedRun, RecordedWorkload, groups_of, learning_exponent, measured, read_run
+from slipstream.plan.recorded import (
+    RecordedRun,
+    RecordedWorkload,
+    groups_of,
+    learning_exponent,
+    measured,
+    prompt_tokens_per_char,
+    read_run,
+)
 from slipstream.plan.simulated_run import Batch, Costs, GroupWork
 from slipstream.plan.simulator import simulate
 from slipstream.plan.what_if import as_simulated, changed_config, predict, setup_of, what_if
@@ -299,7 +308,34 @@ def test_scoring_is_told_from_the_way_to_it(run, workers, score_s):
     assert on_the_way == pytest.approx(0.005, abs=0.0015)
 
 
+def test_a_run_that_selects_trains_on_that_part_of_its_groups(told):
+    """Two of four completions with as many tokens are what a run on all of them reads of groups of two."""
+    pairs = {"loss": {"name": "online_dpo", "select": "best_and_worst", "advantages": "group_mean"}}
+    chosen, whole = (told.costs(config(**changes)) for changes in (pairs, {}))
+    seconds, expected = (
+        costs.train(Batch(groups=12, completions=count, prompt_tokens=72, completion_tokens=count * 20))
+        for costs, count in ((chosen, 48), (whole, 24))
+    )
+    assert seconds["forward_backward"] == expected["forward_backward"]
+
+
 # Lengths
+
+
+def test_prompts_are_what_was_read_besides_the_completions_that_were_selected(run):
+    """Of each group the shortest and the longest: a token for each of the prompt's characters, as it was written."""
+    metrics = []
+    for line in run.metrics:
+        groups = itertools.groupby((one for one in run.rollouts if one.step == line["step"]), lambda one: one.ordinal)
+        groups = [sorted(group, key=lambda one: one.num_tokens) for _, group in groups]
+        chosen = [one for group in groups for one in (group[0], group[-1])]
+        rows = sum(len(one.prompt) + one.num_tokens - 1 for one in chosen)
+        trained = sum(one.num_tokens for one in chosen)
+        metrics.append(line | {"tokens_trained": float(trained), "tokens_unshared": float(rows)})
+    loss = run.config.loss.model_copy(update={"select": "best_and_worst"})
+    chosen = replace(run, metrics=metrics, config=run.config.model_copy(update={"loss": loss}))
+    assert prompt_tokens_per_char(chosen) == pytest.approx(1.0)
+    assert prompt_tokens_per_char(run) == pytest.approx(1.0)
 
 
 def test_the_same_dials_ask_for_the_same_groups(run):

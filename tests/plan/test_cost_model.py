@@ -309,6 +309,25 @@ def test_updates_epochs_critic_and_serial_work() -> None:
     assert base["optimizer"] == pytest.approx(28 * 8.03e9 / 8 / 3.35e12, rel=1e-3)
 
 
+def test_a_trainer_that_takes_two_of_eight_works_as_for_groups_of_two() -> None:
+    """Whoever samples or only reads works for all eight; so does a reference whose KL is taken off every reward."""
+    chosen, pairs, all_of_them = costs(trained_per_group=2), costs(), costs()
+    pairs.workload = replace(pairs.workload, group_size=2)
+    layout = trainer(microbatch=4, pipeline_parallel=2)
+    assert chosen.train_step(layout) == pairs.train_step(layout)
+    assert chosen.train_floor_s(layout) == pairs.train_floor_s(layout)
+    assert chosen.train_memory(layout) == pairs.train_memory(layout)
+    assert chosen.reference_pass(layout) == pairs.reference_pass(layout)
+    penalised = costs(trained_per_group=2, measures_all=True)
+    assert penalised.train_step(layout) == pairs.train_step(layout)
+    assert penalised.reference_pass(layout) == all_of_them.reference_pass(layout)
+    chosen_s, all_s = (one.generation(generator(), waits_for_longest=False) for one in (chosen, all_of_them))
+    assert chosen_s == all_s
+    scorer = ScorerLayout(devices=8)
+    assert chosen.scoring(LLAMA_8B, scorer) == all_of_them.scoring(LLAMA_8B, scorer)
+    assert chosen.scorer_memory(LLAMA_8B, scorer) == all_of_them.scorer_memory(LLAMA_8B, scorer)
+
+
 def test_reading_costs_a_third_of_training_without_recomputation() -> None:
     layout = trainer(8, microbatch=8, recompute=False, head_precision="bfloat16")
     model = costs(reference=True)
@@ -485,6 +504,21 @@ def test_405b_does_not_fit_where_llamarl_could_not_put_it() -> None:
 def test_a_scorer_has_a_whole_copy() -> None:
     memory = costs().scorer_memory(LLAMA_8B, ScorerLayout(devices=4))
     assert memory["weights"] == pytest.approx(16.06e9, rel=1e-3)
+
+
+def test_a_reward_model_has_no_head() -> None:
+    """No matrix of vocabulary x hidden behind the layers, no product with it, and no pass over logits."""
+    model, layout = costs(reward_model=LLAMA_8B), ScorerLayout(devices=8)
+    reads, scores = (model.scoring(LLAMA_8B, layout, has_head=has).total for has in (True, False))
+    rows, matrix, logits = 8 * 500, 128256 * 4096, 8 * 500 * 128256
+    product_s = math.hypot(2 * rows * matrix / 989.4e12, 2 * matrix / 3.35e12)
+    assert reads - scores == pytest.approx((product_s + 5 * 4 * logits / 3.35e12) * 64 / 8, rel=1e-3)
+    plan = AsynchronousPlan(trainer=trainer(8), generator=generator(8), reward_model=layout)
+    assert model.asynchronous(plan).sides["reward_model"].total == scores
+    reader, scorer = (model.scorer_memory(LLAMA_8B, layout, has_head=has) for has in (True, False))
+    assert reader["weights"] - scorer["weights"] == 2 * matrix
+    assert scorer["logits"] == 0 < reader["logits"]
+    assert scorer["activations"] == reader["activations"]
 
 
 def test_a_divided_scorer_holds_its_part_of_the_copy() -> None:

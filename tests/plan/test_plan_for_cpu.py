@@ -16,6 +16,7 @@ from slipstream.plan.layouts import AsynchronousPlan, Workload
 from slipstream.plan.lengths import LengthSample
 from slipstream.plan.measured import Curves, Together, interpolated, measured_model
 from slipstream.plan.question import ARCHITECTURES
+from slipstream.plan.simulated_run import Batch
 
 ROW_S = TOKEN_S = 0.001  # on one core; half on two
 # 8 groups of 4 completions of 10 tokens, prompts of 4 that a group shares: 8 x 4 + 32 x 10 rows, 320 tokens.
@@ -148,6 +149,50 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused():
     assert held["generator"]["evaluation"] == token * 32 * one.config.eval.num_slots
     with pytest.raises(ConfigError, match="machine's memory"):
         plan_for_cpu(machine(memory_bytes=20e6))
+
+
+def test_a_reference_and_a_critic_are_held_and_take_their_time():
+    """A reference reads once where the policy makes three passes; a critic trains as it does, without a head."""
+    layers, head = 3 * (4 * 128 * 128 + 3 * 128 * 384), 99 * 128
+    tied = layers + head + 3 * 2 * 128 + 128
+    alone = replace(machine(update_s=0.1), shape=replace(quickstart_shape(), tie_embeddings=False))
+    both = replace(alone, workload=replace(WORKLOAD, reference=True, critic=True))
+    plan = next(alone.candidates(1)).plan
+    before, held = (one.memory(plan)["trainer"] for one in (alone, both))
+    assert (held["reference"], held["critic"]) == (4 * (tied + head), 16 * tied)
+    assert held.total - before.total == pytest.approx(4 * (tied + head) + 16 * tied)
+    passes_s = both.times.train(plan.trainer, both.workload).parts
+    expected = {"forward_backward": 2 * ROWS * ROW_S, "optimizer": 2 * 0.1, "reference": ROWS * ROW_S / 3}
+    assert passes_s == pytest.approx(expected)
+    mean = Batch(groups=8, completions=32, prompt_tokens=32, completion_tokens=320)
+    assert both.times.simulated(both.config, plan, both.workload)[0].train(mean) == pytest.approx(expected)
+    adapted = replace(both.workload, adapters=adapters_of(quickstart_shape(), 8), critic=False)
+    assert "reference" not in replace(both, workload=adapted).memory(plan)["trainer"].parts
+
+
+def test_completions_that_are_not_selected_are_not_trained_on():
+    """Two of four: 8 prompts x 4 tokens + 16 completions x 10, or all 352 rows where a KL is taken off each reward."""
+    chosen = replace(WORKLOAD, trained_per_group=2, reference=True)
+    mean = Batch(groups=8, completions=32, prompt_tokens=32, completion_tokens=320)
+    for workload, read in ((chosen, 192), (replace(chosen, measures_all=True), ROWS)):
+        one = machine(workload=workload)
+        plan = next(one.candidates(1)).plan
+        expected = {"forward_backward": 192 * ROW_S, "optimizer": 0, "reference": read * ROW_S / 3}
+        assert one.times.train(plan.trainer, workload).parts == pytest.approx(expected)
+        assert one.times.simulated(one.config, plan, workload)[0].train(mean) == pytest.approx(expected)
+        assert one.times.generate(plan.generator, workload)["decode"] == pytest.approx(TOKENS * TOKEN_S)
+        assert max(found.plan.trainer.microbatch for found in one.candidates(1)) == 16
+
+
+def test_a_slot_holds_the_longest_sequence_with_all_turns():
+    """As an engine has it: prompts of up to 40 tokens and 12 behind them; 16 and episodes of at most 48."""
+    token = 2 * 4 * 3 * 128
+    plan = next(machine().candidates(1)).plan
+    longer = machine(overrides={"prompts": {"max_prompt_tokens": 40}})
+    episodes = replace(machine(), config=resolve("calculator_mini"))
+    for one in (longer, episodes):
+        held = one.memory(plan)["generator"]["keys_and_values"]
+        assert held == token * (64 * plan.generator.slots + one.config.generator.prefix_cache_tokens)
 
 
 def test_memory_beside_adapters_is_that_of_the_base_once():

@@ -9,6 +9,7 @@ import pytest
 import tomli_w
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.recipes import resolve
 from slipstream.plan.counts import counts_of
 from slipstream.plan.hardware import DEVICES
 from slipstream.plan.lengths import Turns
@@ -161,6 +162,49 @@ def test_a_recipe_says_what_work_there_is(tmp_path):
         (tmp_path / "pairs.toml").write_text(tomli_w.dumps(pairs | {"loss": {"name": loss}}), encoding="utf-8")
         workload, _ = workload_of(Question(model=""), subject_of(str(tmp_path / "pairs.toml")))
         assert workload.reference == has_reference
+
+
+def test_a_recipe_says_which_completions_are_trained_on(tmp_path):
+    def trained(**tables):
+        recipe = {"completions_per_group": 4, "prompts": {"tasks": [{"name": "chain_sum"}], "max_prompt_tokens": 128}}
+        (tmp_path / "mine.toml").write_text(tomli_w.dumps(recipe | tables), encoding="utf-8")
+        return workload_of(Question(model="", **given), subject_of(str(tmp_path / "mine.toml")))[0]
+
+    given: dict[str, int] = {}
+    pairs = trained(loss={"name": "online_dpo", "select": "best_and_worst"})
+    assert (pairs.group_size, pairs.trained_per_group, pairs.measures_all) == (4, 2, False)
+    assert trained(loss={"name": "best_of_n", "select": "best"}).trained_per_group == 1
+    remax = trained(loss={"name": "reinforce", "advantages": "greedy_baseline"}, kl={"coef": 0.1, "place": "reward"})
+    assert (remax.group_size, remax.trained_per_group, remax.measures_all) == (5, 4, True)
+    given["completions_per_group"] = 8
+    assert trained(loss={"name": "online_dpo", "select": "best_and_worst"}).trained_per_group == 2
+    assert trained().trained_per_group == 8
+
+
+def test_a_critic_that_is_a_head_is_no_second_model(tmp_path):
+    recipe = {"loss": {"name": "ppo", "advantages": "gae"}, "prompts": {"tasks": [{"name": "chain_sum"}]}}
+    for critic, is_model in (({"model": "head"}, False), ({"model": "own"}, True)):
+        (tmp_path / "mine.toml").write_text(tomli_w.dumps(recipe | {"critic": critic}), encoding="utf-8")
+        workload, _ = workload_of(Question(model="", prompt_tokens=9), subject_of(str(tmp_path / "mine.toml")))
+        assert workload.critic == is_model
+
+
+def test_models_of_earlier_stages_have_the_shape_of_what_these_start_from(tmp_path):
+    subject = subject_of("stylistic_mini")
+    assert (subject.path, subject.shape.hidden_size, subject.shape.num_layers) == (None, 128, 3)
+    assert workload_of(Question(model=""), subject)[0].reward_model == subject.shape
+    raw = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 50, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    recipe = resolve("stylistic_mini", {"sft": {"path": str(tmp_path)}}).model_dump(exclude_none=True)
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
+    subject = subject_of(str(tmp_path / "mine.toml"))
+    assert (subject.path, subject.shape.hidden_size) == (str(tmp_path), 64)
+    recipe["reward_model"]["path"], recipe["sft"] = str(tmp_path), {}
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
+    subject = subject_of(str(tmp_path / "mine.toml"))
+    assert subject.shape.hidden_size == 128
+    assert workload_of(Question(model=""), subject)[0].reward_model.hidden_size == 64
 
 
 def test_clusters_by_flag_and_by_file(tmp_path):

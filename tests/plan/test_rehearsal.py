@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from test_calibrate import WrittenRun, config, true_costs, truth  # a run whose true costs are known
 
+from slipstream.core.errors import ConfigError
+from slipstream.plan.answer import make_plan
 from slipstream.plan.calibrate import calibrate
 from slipstream.plan.cost_model import CostModel
 from slipstream.plan.cpu import CalibratedTimes, CpuMachine
@@ -197,6 +199,19 @@ def test_a_run_s_own_layout_takes_what_it_took(machine, recorded):
     assert machine.times.guessed(found.plan) is None
     in_turns = next(machine.candidates(0))
     assert "2 threads" in machine.times.guessed(in_turns.plan)
+
+
+def test_what_the_trainer_of_a_run_measured_is_in_a_plan_and_no_other_model(machine, recorded):
+    layout = TrainerLayout(devices=1, tensor_parallel=1, microbatch=24, precision="float32")
+    seconds = machine.times.calibration.seconds | {"reference": 1e-4, "values": 2e-4}
+    times = CalibratedTimes(replace(machine.times.calibration, seconds=seconds))
+    rows = 12 * 6 + 48 * (machine.workload.lengths.mean - 1)
+    found = times.train(layout, machine.workload)
+    assert found["measures"] == pytest.approx(3e-4 * rows)
+    assert machine.times.train(layout, machine.workload)["measures"] == 0
+    for model in ("reference", "critic"):
+        with pytest.raises(ConfigError, match="a model that it did not have"):
+            make_plan(str(recorded), **{model: True})
 
 
 def test_every_cause_and_every_use_that_a_plan_has_is_said_in_words(machine):

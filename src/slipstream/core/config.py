@@ -363,6 +363,11 @@ class RunConfig(Section):
         return self.completions_per_group + (self.loss.advantages == "greedy_baseline")
 
     @property
+    def trained_per_group(self) -> int:
+        """Return the completions of a group that `loss.select` trains on, without ReMax's greedy one."""
+        return {"all": self.completions_per_group, "best": 1, "best_and_worst": 2}[self.loss.select]
+
+    @property
     def completions_per_step(self) -> int:
         return self.groups_per_step * self.completions_per_group
 

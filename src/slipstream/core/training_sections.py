@@ -625,9 +625,8 @@ def _check_whitening(config: RunConfig) -> None:
         got = f"loss.whiten_parts = {loss.whiten_parts} without whitening"
         allowed = "loss.whiten_advantages = 'batch' or 'minibatch', or critic.whiten_rewards with 'gae'"
         raise ConfigError("there is nothing to whiten in parts", got=got, allowed=allowed)
-    per_group = {"all": config.completions_per_group, "best": 1, "best_and_worst": 2}[loss.select]
     minibatches = config.trainer.minibatches if loss.whiten_advantages == "minibatch" else 1
-    smallest = config.groups_per_step // minibatches * per_group // loss.whiten_parts
+    smallest = config.groups_per_step // minibatches * config.trained_per_group // loss.whiten_parts
     if smallest < MIN_WHITENED:
         raise ConfigError(
             "a part is too small to be whitened",

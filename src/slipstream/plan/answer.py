@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,13 @@ def answer(question: Question) -> Answer:
             "seconds that were measured are those of the weights that were trained",
             got="adapters with --measured" if measured is not None else f"--lora-rank with the run {subject.run}",
             allowed="--gpus N, or the folder of a run with these adapters as the model",
+        )
+    alone = replace(question, reference=False, critic=False)
+    if cluster is None and measured is None and question != alone and workload != workload_of(alone, subject)[0]:
+        raise ConfigError(
+            "the files of a run have no seconds of a model that it did not have",
+            got=f"--reference or --critic with the run {subject.run}",
+            allowed="--gpus N, --measured FILE, or the folder of a run with that model",
         )
     if cluster is None:
         machine = _cpu_machine(subject, measured, base, workload)

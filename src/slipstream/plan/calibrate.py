@@ -77,7 +77,8 @@ class Calibration:
 
         def train_s(batch: Batch) -> dict[str, float]:
             updates, epochs = config.updates_per_step, config.trainer.epochs
-            rows = batch.prompt_tokens + batch.completion_tokens - batch.completions
+            share = config.trained_per_group / config.samples_per_group
+            rows = round(batch.prompt_tokens + share * (batch.completion_tokens - batch.completions))
             microbatches = max(updates, -(-rows * epochs // config.trainer.microbatch_tokens))
             states = {
                 "forward_backward": train.seconds(trainer, microbatches=microbatches, tokens=rows * epochs),

@@ -65,14 +65,21 @@ class CostModel:
     @cached_property
     def without_critic(self) -> CostModel:
         """The same without a critic in the trainer: what the policy costs, and what a critic of its own does."""
+        return self._for(replace(self.workload, critic=False))
+
+    @cached_property
+    def _of_reference(self) -> CostModel:
+        return self._for(self.workload.of_reference) if self.workload.measures_all else self
+
+    def _for(self, workload: Workload) -> CostModel:
         other = copy.copy(self)
-        other.workload, other._known = replace(self.workload, critic=False), {}
+        other.workload, other._known = workload, {}
         return other
 
     def critic_memory(self, layout: TrainerLayout) -> Parts:
         """Bytes on each device of a critic with an executor of its own, without head, logits, versions, reference."""
         alone = copy.copy(self.without_critic)
-        alone.model, alone.has_head, alone._known = replace(self.model, tie_embeddings=True), False, {}
+        alone.model, alone.has_head, alone._known = _headed(self.model, has_head=False), False, {}
         return alone.train_memory(layout, served=None).without("reference", "logits")
 
     def train_step(self, layout: TrainerLayout) -> Parts:
@@ -84,7 +91,7 @@ class CostModel:
         workload = self.workload
         count = workload.minibatches * self.microbatches(layout)
         # A rollout is not divided: with more ranks than rollouts some have none, and the others one.
-        one = self._microbatch(layout, max(workload.rollouts / layout.data_parallel / count, 1.0))
+        one = self._microbatch(layout, max(workload.trained_rollouts / layout.data_parallel / count, 1.0))
         microbatch = one.times(count * workload.epochs)
         updates = self._update(layout).times(workload.minibatches * workload.epochs)
         parts = microbatch + Parts({"imbalance": self._imbalance(layout) * microbatch.total}) + updates
@@ -95,7 +102,7 @@ class CostModel:
 
     def microbatches(self, layout: TrainerLayout) -> int:
         """Return the microbatches of a data-parallel rank in a minibatch; interleaved stages take P of them in turn."""
-        mine = self.workload.rollouts / layout.data_parallel
+        mine = self.workload.trained_rollouts / layout.data_parallel
         count = max(1, math.ceil(mine / self.workload.minibatches / layout.microbatch - 1e-9))
         return count if layout.chunks == 1 else -(-count // layout.pipeline_parallel) * layout.pipeline_parallel
 
@@ -108,7 +115,7 @@ class CostModel:
         workload = self.workload
         count = workload.minibatches * self.microbatches(layout)
         filled = workload.epochs * (count + workload.minibatches * self._filling(layout))
-        rollouts = filled * max(workload.rollouts / layout.data_parallel / count, 1.0) / layout.context_parallel
+        rollouts = filled * max(workload.trained_rollouts / layout.data_parallel / count, 1.0) / layout.context_parallel
         layer_s, head_s = self._least_s(layout)
         slowest_s = max(one.layers * layer_s + one.is_last * head_s for one in self._stages(layout))
         return (2.0 if workload.critic else 1.0) * rollouts * slowest_s * (1 - 1e-9)
@@ -119,7 +126,7 @@ class CostModel:
         key = ("least", degree, recompute, keeps, layout.precision, layout.head_precision, layout.expert_parallel)
 
         def least() -> tuple[float, float]:
-            count = self.workload.rollouts
+            count = self.workload.trained_rollouts
             alone = replace(layout, devices=degree, pipeline_parallel=1, chunks=1, context_parallel=1)
             passes = self._num_passes(layout)
             layer = self._passes_of(alone, PlannedStage(1, is_first=False, is_last=False), count, passes)
@@ -136,9 +143,10 @@ class CostModel:
 
     def reference_pass(self, layout: TrainerLayout) -> Parts:
         """Seconds of the reference's logprobs, where it lies beside the trainer and is divided as the policy is."""
-        mine = max(self.workload.rollouts / layout.data_parallel, 1.0)
+        costs = self._of_reference
+        mine = max(costs.workload.trained_rollouts / layout.data_parallel, 1.0)
         count = max(1, math.ceil(mine / layout.microbatch - 1e-9))
-        return Parts({"reference": self._passes(layout, mine / count, 1).total * (count + self._filling(layout))})
+        return Parts({"reference": costs._passes(layout, mine / count, 1).total * (count + self._filling(layout))})
 
     def decode_step(self, layout: GeneratorLayout, *, live: float, context: float) -> Parts:
         """Seconds for one token of each of `live` completions, that see `context` tokens in the mean.
@@ -241,9 +249,10 @@ class CostModel:
         mine = self.workload.rollouts / layout.replicas
         return self._full(replace(layout, slots=min(layout.slots, math.ceil(mine))), mine).total * (1 - 1e-9)
 
-    def scoring(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
-        """Seconds in which the copies of `model` read the rollouts of a step once."""
-        one = CostModel(model, self.cluster, self.workload, self.efficiency)
+    def scoring(self, model: TransformerConfig, layout: ScorerLayout, *, has_head: bool = True) -> Parts:
+        """Seconds in which the copies of `model` read the rollouts of a step once; a reward model has no logits."""
+        one = CostModel(_headed(model, has_head), self.cluster, _all_read(self.workload), self.efficiency)
+        one.has_head = has_head
         copy = TrainerLayout(
             devices=layout.devices // layout.copies,
             tensor_parallel=layout.tensor_parallel,
@@ -310,7 +319,7 @@ class CostModel:
             if plan.reward_model is None:
                 allowed = "AsynchronousPlan(reward_model=...)"
                 raise ConfigError("a reward model needs devices", got="no layout of it", allowed=allowed)
-            sides["reward_model"] = self.scoring(self.workload.reward_model, plan.reward_model)
+            sides["reward_model"] = self.scoring(self.workload.reward_model, plan.reward_model, has_head=False)
         return StepTime.of(max(parts.total for parts in sides.values()), sides)
 
     def synchronous(self, plan: SynchronousPlan) -> StepTime:
@@ -331,7 +340,8 @@ class CostModel:
             kept = (4 * self._held(layout) + 8 * self._trained(layout)) / layout.sharing
             training += Parts({"offload": 2 * kept / self.cluster.device.host_bandwidth})
         if self.workload.reward_model is not None:
-            training += self.scoring(self.workload.reward_model, ScorerLayout(devices=layout.devices))
+            alike = ScorerLayout(devices=layout.devices)
+            training += self.scoring(self.workload.reward_model, alike, has_head=False)
         return training
 
     def generating_turn(self, layout: GeneratorLayout) -> Parts:
@@ -478,18 +488,18 @@ class CostModel:
             parts["shadow"] = version or base
         return Parts(parts)
 
-    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout) -> Parts:
-        """Bytes on each device of an executor that only reads.
+    def scorer_memory(self, model: TransformerConfig, layout: ScorerLayout, *, has_head: bool = True) -> Parts:
+        """Bytes on each device of an executor that only reads; a reward model has no logits.
 
         Frozen weights are kept in the precision of products. Of a sharded model the root is gathered while a batch is
         read, with one layer that runs, and one that comes.
         """
-        counts, element = counts_of(model, layout.tensor_parallel), COMPUTED_BYTES[layout.precision]
-        tokens = READ_AT_ONCE * self.workload.trained_tokens
+        counts = counts_of(_headed(model, has_head), layout.tensor_parallel)
+        element, tokens = COMPUTED_BYTES[layout.precision], READ_AT_ONCE * _all_read(self.workload).trained_tokens
         parts = {
             "weights": counts.params * BYTES[layout.precision] / layout.shards,
             "activations": tokens * (counts.kept_elements + model.hidden_size) * element,
-            "logits": 2 * min(tokens * model.vocab_size, LOGITS_AT_ONCE) * 4 / layout.tensor_parallel,
+            "logits": has_head * 2 * min(tokens * model.vocab_size, LOGITS_AT_ONCE) * 4 / layout.tensor_parallel,
         }
         if layout.shards > 1:
             parts["gathered"] = (2 * counts.layer + counts.root) * element
@@ -641,7 +651,8 @@ class CostModel:
         moved_s, width = self._move(tokens * counts.moved_elements * element), tokens * self.model.hidden_size * element
         # Forward, again if recomputed, and of each branch's gradient.
         sums = counts.joins * (passes - 2) + 2 if is_trained else counts.joins
-        head = self._head(layout, rollouts, is_trained=is_trained) if stage.is_last else Parts({})
+        has_logits = self.has_head and stage.is_last
+        head = self._head(layout, rollouts, is_trained=is_trained) if has_logits else Parts({})
         work = {
             "compute": compute_s + head["compute"],
             "activations": passes * layers * moved_s + head["activations"],
@@ -737,16 +748,26 @@ class CostModel:
         (n - 3/8) / (n + 1/4) quantile (Blom).
         """
         ranks, workload = layout.data_parallel, self.workload
-        num_rollouts = max(round(workload.rollouts / workload.minibatches), 1)
+        num_rollouts = max(round(workload.trained_rollouts / workload.minibatches), 1)
         if ranks == 1 or num_rollouts == 1:
             return 0.0
         given = workload.trained_tokens - workload.lengths.mean
         if workload.deals_by_length:
             return imbalance(workload.lengths.completions, num_rollouts, min(ranks, num_rollouts), given)
         deviation = math.sqrt(max(workload.lengths.mean_square - workload.lengths.mean**2, 0.0))
-        mine = max(workload.rollouts / ranks, 1.0)
+        mine = max(workload.trained_rollouts / ranks, 1.0)
         highest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
         return deviation / workload.trained_tokens / math.sqrt(mine) * highest
+
+
+def _headed(model: TransformerConfig, has_head: bool) -> TransformerConfig:
+    """Return `model`; without a language head as if it were tied, as `ScalarModel` has it."""
+    return model if has_head else replace(model, tie_embeddings=True)
+
+
+def _all_read(workload: Workload) -> Workload:
+    """Return `workload` for an executor that reads all of its rollouts, whichever are trained on."""
+    return replace(workload, trained_per_group=None)
 
 
 _ends = cache(stage_ends)

@@ -19,7 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.recipes import merge, resolve
 from slipstream.generator.arrangement import LENGTH_MULTIPLE, round_up
 from slipstream.models.config import MAX_LOGITS, TransformerConfig
-from slipstream.plan.calibrate import Calibration, generator_dials, row_multiple
+from slipstream.plan.calibrate import MEASURES, Calibration, generator_dials, row_multiple
 from slipstream.plan.counts import EXPANDED, Counts, counts_of
 from slipstream.plan.layouts import (
     AsynchronousPlan,
@@ -60,13 +60,13 @@ class CalibratedTimes:
     def train(self, layout: TrainerLayout, workload: Workload) -> Parts:
         """Seconds of a step: its passes, updates, and what the trainer's process does besides for each rollout."""
         seconds, updates = self.calibration.seconds, workload.epochs * workload.minibatches
-        rows = workload.rollouts * (workload.trained_tokens - 1) * workload.epochs
-        capacity = max(1.0, layout.microbatch * workload.trained_tokens)
-        passes = self.calibration.train.seconds(
-            layout.devices, microbatches=max(updates, math.ceil(rows / capacity)), tokens=rows
-        )
+        read, train = workload.trained_rollouts * (workload.trained_tokens - 1), self.calibration.train
+        rows, capacity = read * workload.epochs, max(1.0, layout.microbatch * workload.trained_tokens)
+        microbatches = max(updates, math.ceil(rows / capacity))
+        passes = train.seconds(layout.devices, microbatches=microbatches, tokens=rows)
         received = workload.rollouts * self._drawn_per_trained
         parts = {"forward_backward": passes, "optimizer": updates * seconds["optimizer"], "stage": seconds["publish"]}
+        parts["measures"] = read * sum(seconds[state] for state in MEASURES) / train.speed(layout.devices)
         parts["collate"] = workload.rollouts * seconds["collate"]
         return Parts(parts | {"receive": received * (seconds["receive"] + seconds["record"])})
 
@@ -130,7 +130,7 @@ class CpuMachine:
     def candidates(self, max_staleness: int) -> Iterator[Found]:
         """Yield what fits of every number of replicas that divides the cores, of slots, and size of microbatch."""
         busy = sum if max_staleness else max  # of the threads that want a core at the same time
-        microbatches = _doubled(1, math.ceil(self.workload.rollouts / self.workload.minibatches))
+        microbatches = _doubled(1, math.ceil(self.workload.trained_rollouts / self.workload.minibatches))
         for replicas in range(1, self.cores + 1):
             generators = self.config.generator.model_copy(update={"replicas": replicas})
             changes = {"generator": generators, "max_staleness": max_staleness, "sync_placement": "colocated"}
@@ -167,8 +167,12 @@ class CpuMachine:
         kept = 0 if config.trainer.recompute_products else counts.product_elements
         inputs = self.shape.num_layers * (self.shape.hidden_size + kept) if config.trainer.recompute else 0
         served = self.workload.adapters.version_bytes or counts.served_bytes(config.generator.precision)
+        beside = {"reference": 4.0 * counts.params} if self.workload.reference and not adapters else {}
+        if self.workload.critic:  # weights, moments and gradients, without a head
+            beside["critic"] = 16.0 * counts_of(replace(self.shape, tie_embeddings=True)).params
         return Parts(
             {
+                **beside,
                 "weights": base + adapters * (2 if self.workload.adapters.item < 4 else 1),  # with those rounded
                 "moments": 2 * trained,
                 "gradients": trained + passing,
@@ -191,7 +195,8 @@ class CpuMachine:
         versions = config.resident_versions if adapters else 1
         # A and B are kept unpacked, too, both in float32, and are packed together where versions are side by side.
         version = 2 * adapters * (1 + (versions > 1)) or packed
-        longest = round_up(math.ceil(lengths.prompt_mean + config.generator.max_new_tokens), LENGTH_MULTIPLE)
+        sized = config.with_longest_prompt(math.ceil(lengths.prompt_mean))
+        longest = round_up(sized.longest_sequence(self.shape.max_positions), LENGTH_MULTIPLE)
         token = 8.0 * self.shape.num_layers * self.shape.kv_size
         cached = config.generator.prefix_cache_tokens
         arriving = self.workload.adapters.version_bytes or counts.served_bytes(precision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slipstream.core.fields import Precision
@@ -65,6 +65,8 @@ class Workload:
 
     `shares_prompts`: whether the trainer computes a prompt once for all of its group (`batching/collate.py` does).
     `deals_by_length`: whether ranks get rollouts by their lengths (`trainer/dealing.py` does), or the same number each.
+    `trained_per_group`: the completions of a group that are trained on (None: all); `measures_all`: whether a reference
+    beside the trainer reads the others, too.
     `reference`, `critic`: whether there are such models of the policy's size; `reward_model`: the one that scores.
     `adapters`: those that are trained in place of the policy's own weights, which a reference shares.
     `turns`: of episodes with an environment, `lengths` being sampled tokens; a replica has `sessions` of them open
@@ -74,6 +76,8 @@ class Workload:
     groups: int
     group_size: int
     lengths: LengthSample
+    trained_per_group: int | None = None
+    measures_all: bool = False
     epochs: int = 1
     minibatches: int = 1
     shares_prompts: bool = True
@@ -90,9 +94,18 @@ class Workload:
         return self.groups * self.group_size
 
     @property
+    def trained_rollouts(self) -> int:
+        return self.groups * (self.trained_per_group or self.group_size)
+
+    @property
+    def of_reference(self) -> Workload:
+        """The work that has as its trained rollouts those that a reference beside the trainer reads."""
+        return replace(self, trained_per_group=None, measures_all=False) if self.measures_all else self
+
+    @property
     def trained_tokens(self) -> float:
-        """Mean tokens of a rollout in the trainer, its share of a shared prompt included."""
-        prompt_share = 1 / self.group_size if self.shares_prompts else 1.0
+        """Mean tokens of a trained rollout in the trainer, its share of a shared prompt included."""
+        prompt_share = self.groups / self.trained_rollouts if self.shares_prompts else 1.0
         return prompt_share * self.lengths.prompt_mean + self.lengths.mean + self.turns.given_mean
 
     def open_on(self, rows: int) -> int:

@@ -189,11 +189,17 @@ class Curves:
 
     def train(self, layout: TrainerLayout, workload: Workload) -> Parts:
         """Seconds of a training step, alone on its cores."""
-        rows = workload.rollouts * workload.trained_tokens
+        rows, read = (work.trained_rollouts * work.trained_tokens for work in (workload, workload.of_reference))
+        return Parts(self._trained(layout, workload, rows, read))
+
+    def _trained(self, layout: TrainerLayout, workload: Workload, rows: float, read: float) -> dict[str, float]:
+        """Return the seconds of a step of so many rows: of the `read` rows of a reference a third of the passes, of a
+        critic as long as the policy."""
         row_s = self.trained_row_s(layout.devices, layout.microbatch * workload.trained_tokens)
-        updates = workload.epochs * workload.minibatches
-        update_s = updates * self.update_s(layout.devices)
-        return Parts({"forward_backward": workload.epochs * rows * row_s, "optimizer": update_s})
+        models, updates = 1 + workload.critic, workload.epochs * workload.minibatches
+        parts = {"forward_backward": models * workload.epochs * rows * row_s}
+        parts["optimizer"] = models * updates * self.update_s(layout.devices)
+        return parts | ({"reference": read * row_s / 3} if workload.reference else {})
 
     def generate(self, layout: GeneratorLayout, workload: Workload) -> Parts:
         """Seconds in which the replicas generate a step's completions with all slots taken, alone on their cores."""
@@ -212,13 +218,12 @@ class Curves:
 
     def simulated(self, config: RunConfig, plan: AsynchronousPlan, workload: Workload) -> PlannedWork:  # noqa: ARG002
         """Return the seconds of every piece of work; the curves include what padding costs."""
-        trainer, cores = plan.trainer, plan.generator.tensor_parallel
-        row_s = self.trained_row_s(trainer.devices, trainer.microbatch * workload.trained_tokens)
-        update_s = workload.epochs * workload.minibatches * self.update_s(trainer.devices)
+        cores = plan.generator.tensor_parallel
+        shares = [work.trained_rollouts / work.rollouts for work in (workload, workload.of_reference)]
 
         def train(batch: Batch) -> dict[str, float]:
-            rows = batch.prompt_tokens + batch.completion_tokens
-            return {"forward_backward": workload.epochs * rows * row_s, "optimizer": update_s}
+            rows, read = (batch.prompt_tokens + share * batch.completion_tokens for share in shares)
+            return self._trained(plan.trainer, workload, rows, read)
 
         slower = self.together(plan.trainer.devices, plan.generator.devices)
         beside = {"train": 1 / slower[0], "decode": 1 / slower[1]}

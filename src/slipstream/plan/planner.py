@@ -192,7 +192,7 @@ def _scoring(model: CostModel, plan: AsynchronousPlan) -> tuple[float, int, floa
         behind_s = scored_s * plan.reference.copies / workload.rollouts
     if workload.reward_model is None or plan.reward_model is None:
         return 0.0, 0, behind_s
-    scored_s = model.scoring(workload.reward_model, plan.reward_model).total
+    scored_s = model.scoring(workload.reward_model, plan.reward_model, has_head=False).total
     return scored_s * plan.reward_model.copies / workload.rollouts, plan.reward_model.copies, behind_s
 
 

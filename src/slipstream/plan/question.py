@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from slipstream.core.config import RunConfig
+from slipstream.core.config import RunConfig, stage_of
 from slipstream.core.errors import ConfigError, did_you_mean
 from slipstream.core.fields import MAX_COUNT, MAX_INTEGER, Precision
 from slipstream.core.lora_section import LoraConfig
@@ -146,9 +146,10 @@ def _shape_named(path: str, field: str) -> TransformerConfig:
 
 
 def _subject_of_recipe(name: str, tables: Mapping[str, Any]) -> Subject:
-    config, path = resolve(tables), None
-    if config.model.path is not None:
-        path = config.model.path if config.model.revision is None else f"{config.model.path}@{config.model.revision}"
+    config = resolve(tables)
+    path = config.first_checkpoint  # a stage's checkpoint has the shape of what the stage starts from
+    if path is not None:
+        path = path if config.model.revision is None else f"{path}@{config.model.revision}"
         shape = _shape_named(path, "model.path")
     else:
         shape = new_config(config.model, len(CharTokenizer(config.model.alphabet)))
@@ -240,12 +241,14 @@ def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[s
     workload = Workload(
         groups=groups,
         group_size=group_size,
+        trained_per_group=None if config is None else _trained_per_group(config, group_size),
+        measures_all=config is not None and config.kl.coef > 0 and config.kl.place == "reward",
         lengths=lengths,
         epochs=1 if config is None else config.trainer.epochs,
         minibatches=1 if config is None else config.trainer.minibatches,
         reference=question.reference or (config is not None and needs_reference(config)),
-        critic=question.critic or (config is not None and config.has_critic),
-        reward_model=_reward_model(question, config),
+        critic=question.critic or (config is not None and config.has_critic and config.critic.model == "own"),
+        reward_model=_reward_model(question, subject),
         adapters=_adapters(question, subject),
         turns=replace(recorded, **{name: value for name, value in named.items() if value is not None}),
         sessions=question.sessions,
@@ -263,7 +266,13 @@ def workload_of(question: Question, subject: Subject) -> tuple[Workload, tuple[s
     return workload, tuple(assumed)
 
 
-def _reward_model(question: Question, config: RunConfig | None) -> TransformerConfig | None:
+def _trained_per_group(config: RunConfig, group_size: int) -> int:
+    greedy = config.samples_per_group - config.completions_per_group  # ReMax samples one besides
+    return config.model_copy(update={"completions_per_group": group_size - greedy}).trained_per_group
+
+
+def _reward_model(question: Question, subject: Subject) -> TransformerConfig | None:
+    config = subject.config
     if question.reward_model is not None:
         return subject_of(question.reward_model).shape
     if config is None or not config.rewards.models:
@@ -272,7 +281,11 @@ def _reward_model(question: Question, config: RunConfig | None) -> TransformerCo
         got = f"{len(config.rewards.models)} in rewards.models"
         hint = "plan with the largest: --reward-model NAME"
         raise ConfigError("a plan knows of one reward model", got=got, hint=hint)
-    path = config.rewards.models[0].path
+    path: str | None = config.rewards.models[0].path
+    if stage_of(path) == "reward_model":
+        path = config.reward_model.path
+    if path is None or stage_of(path) is not None:  # it starts from the policy, or from what that starts from
+        return subject.shape
     if hub_id(path) is None and not (Path(path) / "config.json").is_file():
         what = "the shape of the reward model is not known"
         raise ConfigError(what, got=path, allowed="a folder with config.json", hint="--reward-model NAME gives one")

@@ -69,7 +69,7 @@ def constraints(costs: CostModel, space_slots: Sequence[int], found: Found) -> I
     held = trained.train_memory(larger_batch, served=generator.precision)
     if plan.reference is not None:
         held = held.without("reference")
-    if trainer.microbatch * trainer.data_parallel >= costs.workload.rollouts / costs.workload.minibatches:
+    if trainer.microbatch * trainer.data_parallel >= costs.workload.trained_rollouts / costs.workload.minibatches:
         yield f"A microbatch of {trainer.microbatch:g} is all that a rank gets."
     elif not costs.fits(held):
         yield f"Memory is the limit for the microbatch: {_over(f'{larger_batch.microbatch:g} rollouts', held, costs)}."

@@ -183,13 +183,17 @@ def learning_exponent(runs: Sequence[RecordedRun]) -> float:
 def prompt_tokens_per_char(run: RecordedRun) -> float:
     """Return the mean tokens of a prompt's character: rows that were read and belong to no completion.
 
-    Of a completion all tokens but the last are read. Counted are the rows of contexts read alone, each with its prompt;
-    a run of before they were counted had each prompt once, and shared nothing else (`batching/collate.py`).
+    Of a completion that is trained on all tokens but the last are read: those sampled, which the run has counted, and
+    its share of the given ones. Counted are the rows of contexts read alone, each with its prompt; a run of before they
+    were counted had each prompt once, and shared nothing else (`batching/collate.py`).
     """
     trained = [line for line in run.rollouts if line.step is not None]
     is_counted = all("tokens_unshared" in line for line in run.metrics)
     prompts = {(line.step, line.ordinal, is_counted and line.sample): len(line.prompt) for line in trained}
-    chars, completion_rows = sum(prompts.values()), sum(line.num_tokens - 1 for line in trained)
+    share = run.config.trained_per_group / run.config.samples_per_group
+    chars = sum(prompts.values()) * (share if is_counted else 1)
+    sampled = sum(float(line["tokens_trained"]) for line in run.metrics)
+    completion_rows = sampled + share * sum(line.num_tokens - num_sampled(line) - 1 for line in trained)
     rows = sum(float(line["tokens_unshared" if is_counted else "tokens_read"]) for line in run.metrics)
     return max(rows - completion_rows, 0.0) / max(chars, 1)
 

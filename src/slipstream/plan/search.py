@@ -105,7 +105,7 @@ def default_space(
     """
     is_adapted = workload.adapters.params > 0  # adapters of a mixture are not divided with its experts
     parallel = (1,) if model.num_experts and is_adapted else tuple(_degrees(model, cluster))
-    per_rank = math.ceil(workload.rollouts / workload.minibatches)
+    per_rank = math.ceil(workload.trained_rollouts / workload.minibatches)
     count, per_node = cluster.num_devices, cluster.device.devices_per_node
     stages = tuple(n for n in _STAGES if n <= min(max_stages, count, model.num_layers))
     longest = workload.lengths.prompt_mean + workload.lengths.longest + workload.turns.given_mean
@@ -147,7 +147,7 @@ def _expert_ranks(model: TransformerConfig, cluster: GpuCluster) -> Iterator[int
 
 
 def trainer_layouts(costs: CostModel, space: Space, devices: int, degree: int) -> Iterator[TrainerLayout]:
-    """Yield those of `space` on so many devices; microbatches up to the first that holds all rollouts of a rank.
+    """Yield those of `space` on so many devices; microbatches up to the first that holds all that a rank trains on.
 
     Those without stages and parts of sequences come first.
     """
@@ -163,7 +163,7 @@ def trainer_layouts(costs: CostModel, space: Space, devices: int, degree: int) -
         shards = devices // ranks
         place: dict[str, Any] = {"devices": devices, "tensor_parallel": degree, "pipeline_parallel": stages}
         place |= {"chunks": chunks, "context_parallel": context, "expert_parallel": experts}
-        mine = math.ceil(costs.workload.rollouts / shards / costs.workload.minibatches)
+        mine = math.ceil(costs.workload.trained_rollouts / shards / costs.workload.minibatches)
         largest = min((size for size in space.microbatches if size >= mine), default=space.microbatches[-1])
         for size, recompute, once in itertools.product(space.microbatches, space.recompute, space.reduce_once):
             is_same = once and shards * context == 1 and False in space.reduce_once  # one rank has nothing to sum
@@ -529,13 +529,14 @@ class Search:
 
     def _scorers(self, executor: str) -> _Layouts:
         costs = self.costs
-        model = costs.model if executor == "reference" else costs.workload.reward_model
+        has_head = executor == "reference"
+        model = costs.model if has_head else costs.workload.reward_model
         assert model is not None
         degrees = [degree for degree in _degrees(model, costs.cluster) if degree in self.space.trainer_parallel]
         return (
             lambda devices: scorer_layouts(devices, degrees),
-            lambda layout: costs.scorer_memory(model, layout),
-            lambda layout: (costs.scoring(model, layout).total, 0.0),
+            lambda layout: costs.scorer_memory(model, layout, has_head=has_head),
+            lambda layout: (costs.scoring(model, layout, has_head=has_head).total, 0.0),
         )
 
 
