@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_903
+MAX_LINES = 93_935
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -179,15 +179,15 @@ SPINE = (
 MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
-    "controller": 6_419,
-    "core": 12_319,
+    "controller": 6_428,
+    "core": 12_322,
     "environments": 8_191,
     "evals": 2_822,
     "generator": 10_061,
     "jail": 1_081,
     "jobs": 982,
     "models": 10_109,
-    "observe": 10_167,
+    "observe": 10_187,
     "plan": 7_700,
     "prompts": 1_619,
     "rewards": 4_072,

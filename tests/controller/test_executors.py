@@ -201,8 +201,15 @@ def finished(ordinal: int, replica: int) -> CompletionFinished:
     return CompletionFinished(ordinal=ordinal, sample=0, replica=replica, num_tokens=1, min_version=0, max_version=0)
 
 
-def scored(ordinal: int) -> GroupScored:
-    return GroupScored(ordinal=ordinal, has_signal=True, mean_reward=0.5, num_failed=0, min_version=0, max_version=0)
+def scored(ordinal: int, num_failed: int = 0) -> GroupScored:
+    return GroupScored(
+        ordinal=ordinal,
+        has_signal=num_failed < 2,
+        mean_reward=0.5,
+        num_failed=num_failed,
+        min_version=0,
+        max_version=0,
+    )
 
 
 def failed(name: str, error: str = "RuntimeError: boom", *, may_follow: bool = False) -> Failed:
@@ -517,6 +524,36 @@ def test_a_trainer_that_is_taken_away_saves_what_it_has_after_the_step(run: Run)
     run.until(lambda: run.schedule.steps_done == 2, "its end")
     assert run.controller.cut_at is not None
     assert run.controller.cut_at[0] == 1, "one is enough"
+
+
+def test_failures_of_groups_that_wait_at_a_checkpoint_are_counted_once_after_it(run: Run) -> None:
+    """A resume, or a lost trainer, hears of these groups anew: restored, or sampled and scored again."""
+    trainer = run.start()["trainer"]
+    trainer.say(scored(0, num_failed=1), scored(1))
+    run.until(lambda: run.schedule.training == (0, 1), "a step")
+    trainer.say(scored(2, num_failed=1))
+    run.until(lambda: 2 in run.schedule.ready, "a group that waits for its step")
+    trainer.say(scored(3, num_failed=2))
+    run.until(lambda: 3 in run.schedule.dropped, "one that no resume admits again")
+    trainer.say(Leaving(executor="trainer"), StepDone(step=0, version=1, metrics=METRICS))
+    run.until(lambda: run.schedule.steps_done == 1, "the checkpoint")
+    saved = trainer.hears(Checkpoint)
+    assert isinstance(saved, Checkpoint)
+    assert saved.schedule["scored"] == [2]
+    whole = run.controller.tally
+    assert (whole.scored_completions, whole.failed_completions) == (8, 4)
+    resumed = Tally(run.controller.config, started_s=0.0)
+    resumed.restore(saved.run)
+    assert (resumed.scored_completions, resumed.failed_completions) == (6, 3)
+    for _ in range(2):  # its next checkpoint finds that it still waits
+        resumed.take(scored(2, num_failed=1))
+        assert (resumed.scored_completions, resumed.failed_completions) == (8, 4)
+        later = resumed.saved([2])
+        resumed = Tally(run.controller.config, started_s=0.0)
+        resumed.restore(later)
+    resumed.take(scored(2, num_failed=1))
+    trained = resumed.saved([])
+    assert (trained["scored_completions"], trained["failed_completions"]) == (8.0, 4.0)
 
 
 def test_a_trainer_that_is_taken_away_while_it_waits_saves_what_it_has_at_once(run: Run) -> None:

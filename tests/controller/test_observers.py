@@ -91,7 +91,7 @@ def test_what_observers_make_of_news_follows_it(tmp_path: Path) -> None:
     run.tell(FINISHED, StartGroup(ordinal=0, replica=0))
     run.tell(FINISHED)
     run.tell(scored(), Skip(ordinals=(0,)))
-    run.tell(StepDone(step=0, version=1, metrics=STEP))
+    run.tell(StepDone(step=0, version=1, metrics=STEP | {"tokens_trained": 600.0}))
     wasted = next(place for place, one in enumerate(run.news) if isinstance(one, Wasted))
     assert run.news[wasted] == Wasted(4_000_000_000, "no_signal", 7)
     assert isinstance(run.news[wasted - 1], Decision)
@@ -100,6 +100,7 @@ def test_what_observers_make_of_news_follows_it(tmp_path: Path) -> None:
     assert run.news[done + 1] == StepWritten(line)
     assert (line["step"], line["version"], line["wall_s"]) == (0, 1, 5.0)
     assert (line["wasted_tokens/no_signal"], line["dropped/no_signal"], line["groups_scored"]) == (7.0, 1.0, 1.0)
+    assert line["wasted_tokens/not_selected"] == 40.0, "in the step's own line"
     assert line["step_s"] == 3.0, "since the first admission"
 
 

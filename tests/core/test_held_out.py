@@ -77,6 +77,15 @@ def test_accuracy_is_the_share_of_what_the_measure_calls_right(measure: str, acc
     found = measured(TRL, measure)
     assert found.accuracy == pytest.approx(accuracy)
     assert found.headline == ("accuracy", found.accuracy)
+    assert found.num_judged == {"accuracy_reward": 4, "format_reward": 5}[measure]
+    assert measured(TRL, measure, "aabbc").num_judged == 3, "prompts: answers to one are not independent"
+
+
+def test_prompts_whose_answers_nobody_judged_are_not_counted() -> None:
+    answers = [Answer(0.0, {"a": value}) for value in (1.0, None, None, None, 0.0, 1.0)]
+    assert measured(answers, "a", "ppqqrr").num_judged == 2
+    assert measured(answers, None).num_judged is None
+    assert measured(answers[1:4], "a").num_judged is None
 
 
 def test_what_is_right() -> None:

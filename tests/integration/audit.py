@@ -30,7 +30,7 @@ def audit(run_dir: Path) -> dict[str, Any]:
     dropped: Counter[int] = Counter()
     step_of: dict[int, int] = {}
     batch: dict[int, list[int]] = {}
-    steps_done = 0
+    steps_done = num_targets = 0
     admitted_at: dict[int, int] = {}
     held: dict[int, int] = {}
     tokens: dict[int, dict[int, int]] = {}  # of finished completions, by ordinal and sample
@@ -47,6 +47,7 @@ def audit(run_dir: Path) -> dict[str, Any]:
         if event["type"] == "StepDone":
             assert event["step"] == steps_done, "steps are done in order"
             steps_done += 1
+            num_targets += int(event["metrics"]["tokens_trained"])
             for ordinal in batch[event["step"]]:
                 trained[ordinal] += 1
                 step_of[ordinal] = event["step"]
@@ -103,6 +104,7 @@ def audit(run_dir: Path) -> dict[str, Any]:
     told = summary["balance"]["wasted_tokens"]
     for cause in ("no_signal", "failed", "stale"):
         assert told[cause] == wasted[cause], f"{cause}: {wasted[cause]} tokens in the events, {told[cause]} told"
+    assert told["not_selected"] == sum(histogram.values()) - num_targets, "sampled for a step, and not trained by it"
     assert told["regenerated"] == prompts["regenerated_tokens"]
     assert told["regenerated"] >= again  # after a resume ordinals count as admitted before, which no line here shows
     assert told["left"] >= sum(sum(tokens.get(o, {}).values()) for o in set(admitted) - known)

@@ -140,6 +140,13 @@ def test_the_greedy_baseline_is_sampled_greedily_scored_and_never_trained(tiny, 
     baselines = {line["ordinal"]: line["reward"] for line in lines if line["sample"] == 4}
     weighed = sum(line["num_tokens"] * (line["reward"] - baselines[line["ordinal"]]) for line in trained)
     assert metrics["advantage_mean"] == pytest.approx(weighed / metrics["tokens_trained"], rel=1e-5, abs=1e-6)
+    unselected = sum(line["num_tokens"] for line in lines if line["sample"] == 4)
+    assert result.summary["balance"]["wasted_tokens"]["not_selected"] == unselected
+    assert metrics["wasted_tokens/not_selected"] == unselected
+    scored = [json.loads(line)["event"] for line in (result.out / "events.jsonl").read_text().splitlines()]
+    means = {event["ordinal"]: event["mean_reward"] for event in scored if event["type"] == "GroupScored"}
+    for ordinal in baselines:
+        assert means[ordinal] == pytest.approx(np.mean([one["reward"] for one in trained if one["ordinal"] == ordinal]))
     audit(result.out)
 
 

@@ -659,7 +659,7 @@ def test_wasted_tokens_by_cause(tmp_path: Path):
     for process in (trainer, again):
         process.timeline.close()
     found = read_accounting(tmp_path)
-    told = {"no_signal": 30, "failed": 70, "stale": 50, "regenerated": 8 + 5, "re_prefilled": 11}
+    told = {"no_signal": 30, "failed": 70, "stale": 50, "regenerated": 8 + 5, "re_prefilled": 11, "not_selected": 0}
     assert found.balance.wasted_tokens == told | {"left": 90 + (24 - 8 - 5)}
 
 
@@ -676,6 +676,23 @@ def test_after_a_resume_what_was_admitted_before_is_regenerated(tmp_path: Path):
     Process(tmp_path, "trainer").timeline.close()
     told = read_accounting(tmp_path).balance.wasted_tokens
     assert (told["regenerated"], told["left"]) == (7, 33)
+
+
+def test_what_a_step_left_out_of_its_groups_is_wasted(tmp_path: Path):
+    """Of two completions it trained the one of 30 tokens; the second step does not say, as those of old versions."""
+    configure(tmp_path)
+    decisions = Decisions(tmp_path)
+    decisions.add(0.0, began())
+    decisions.add(0.1, SWAPPED, start(0), start(1))
+    for ordinal in (0, 1):
+        decisions.add(0.2, finished(ordinal, 0, 30))
+        decisions.add(0.3, finished(ordinal, 1, 10))
+    told = {"staleness_tokens/lag_0": 35.0, "staleness_tokens/lag_1": 5.0, "tokens_trained": 30.0}
+    for step, metrics in enumerate((told, {})):
+        decisions.add(step + 0.5, SWAPPED, {"type": "TrainStep", "step": step, "ordinals": [step]})
+        decisions.add(step + 0.9, done(step) | {"metrics": metrics})
+    Process(tmp_path, "trainer").timeline.close()
+    assert read_accounting(tmp_path).balance.wasted_tokens == dict.fromkeys(WASTE, 0) | {"not_selected": 10}
 
 
 @pytest.mark.parametrize(("is_back", "left"), [(False, 30 - 10 - 4), (True, 9)])
@@ -705,7 +722,7 @@ def test_a_completion_that_was_handed_over_is_neither_regenerated_nor_left(tmp_p
 def test_a_metric_that_is_not_a_number_is_no_damage(tmp_path: Path):
     """JSON has null for it."""
     configure(tmp_path)
-    Decisions(tmp_path).add(0.1, done(0) | {"metrics": {"loss": None}})
+    Decisions(tmp_path).add(0.1, done(0) | {"metrics": {"loss": None, "tokens_trained": None}})
     assert not any(read_accounting(tmp_path).balance.wasted_tokens.values())
 
 

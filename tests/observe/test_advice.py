@@ -75,6 +75,8 @@ def made(
     sampled: Mapping[int, float] | None = None,
     num_prompts: int = 500,
     score: str = "eval_accuracy",
+    error: float | None = None,
+    num_judged: int | None = None,
     status: str = "done",
     checkpoint: bool = False,
     refused: bool = False,
@@ -99,9 +101,11 @@ def made(
         for one in lines
         if "reward" in one
     ]
-    lines += [{"step": v, "version": v, "wall_s": 0.62 * v, score: value} for v, value in held_out.items()]
+    told = {"eval_reward_error": error, "eval_num_judged": num_judged}
+    lines += [{"step": v, "version": v, "wall_s": 0.62 * v, score: value} | told for v, value in held_out.items()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    scores = {v: Evaluation(value, (sampled or {}).get(v), num_prompts) for v, value in held_out.items()}
+    judged = {"num_judged": num_judged, "sampled_num_judged": num_judged}
+    scores = {v: Evaluation(value, (sampled or {}).get(v), num_prompts, **judged) for v, value in held_out.items()}
     summary = make_summary(
         status=status, steps=steps, eval=Evaluations(before=scores.get(0), after=scores.get(steps)), balance=None
     )
@@ -143,6 +147,13 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
             SAID,
         ),
         "few prompts": ({"held_out": {0: 0.4, 60: 0.7}, "num_prompts": 10}, "which may be chance", SAID),
+        "few judged": ({"held_out": {0: 0.40, 60: 0.52}, "num_judged": 50}, "which may be chance", SAID),
+        "all judged": ({"held_out": {0: 0.40, 60: 0.52}}, "chance", NOT_SAID),
+        "few judged of the sampled ones": (
+            {"held_out": {0: 0.4, 60: 0.4}, "sampled": {0: 0.40, 60: 0.52}, "num_judged": 50},
+            "from 40.0% to 52.0%, which may be chance",
+            SAID,
+        ),
         "no prompts": ({"held_out": {0: 0.0, 60: 1.0}, "num_prompts": 0}, "which may be chance", SAID),
         "no change": ({"held_out": {0: 0.0, 60: 0.0}}, "chance", NOT_SAID),
         "no change, in words": ({"held_out": {0: 0.0, 60: 0.0}}, "accuracy stayed at 0.0% (500 prompts, greedy)", SAID),
@@ -277,9 +288,19 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
             NOT_SAID,
         ),
         "held-out mean rewards rise": (
-            {"reward": flat, "held_out": {0: 0.5, 45: 0.734, 60: 0.850}, "score": "eval_reward"},
+            {"reward": flat, "held_out": {0: 0.5, 45: 0.734, 60: 0.850}, "score": "eval_reward", "error": 0.022},
             "The held-out mean reward still rose at the end",
             SAID,
+        ),
+        "held-out mean rewards rise, of any size": (
+            {"reward": flat, "held_out": {0: -9.0, 45: -8.0, 60: -7.0}, "score": "eval_reward", "error": 0.1},
+            "The held-out mean reward still rose at the end",
+            SAID,
+        ),
+        "held-out mean rewards of a model, whose scores deviate by 3": (
+            {"reward": flat, "held_out": {0: 0.1, 45: 0.30, 60: 0.46}, "score": "eval_reward", "error": 3 / 500**0.5},
+            "rose",
+            NOT_SAID,
         ),
         "held-out mean rewards of unknown spread": (
             {"reward": flat, "held_out": {0: -9.0, 45: -8.0, 60: -7.0}, "score": "eval_reward"},
@@ -292,6 +313,16 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
             NOT_SAID,
         ),
         "held-out noise": ({"held_out": {0: 0.5, 45: 0.840, 60: 0.850}}, "rose", NOT_SAID),
+        "held-out noise of few judged prompts": (
+            {"held_out": {0: 0.5, 45: 0.70, 60: 0.80}, "num_judged": 50},
+            "rose",
+            NOT_SAID,
+        ),
+        "held-out scores of prompts that are all judged": (
+            {"held_out": {0: 0.5, 45: 0.70, 60: 0.80}},
+            "Held-out accuracy still rose",
+            SAID,
+        ),
         "held-out noise of few prompts": (
             {"held_out": {0: 0.5, 45: 0.7, 60: 0.9}, "num_prompts": 10},
             "rose",

@@ -187,14 +187,16 @@ def test_a_resumed_run_whose_earlier_time_is_lost_has_none(make: Make, tmp_path:
         ((0.950, 100), (0.750, 500), True),  # the test of two proportions takes any two numbers of prompts
         ((1.000, 3), (0.500, 500), False),
         ((0.850, 0), (0.100, 500), False),
+        ((0.850, 500, 50), (0.750, 500, 50), False),  # the others were not judged
+        ((0.850, 500, 500), (0.750, 500, 500), True),
     ],
 )
 def test_a_held_out_score_is_bold_where_it_is_better_by_more_than_noise(
-    make: Make, tmp_path: Path, first: tuple[float, int], second: tuple[float, int], is_bold: bool
+    make: Make, tmp_path: Path, first: tuple[float, ...], second: tuple[float, ...], is_bold: bool
 ) -> None:
     runs = [make("a"), make("b")]
-    for run_dir, (value, count) in zip(runs, (first, second), strict=True):
-        score = Evaluations(before=None, after=Evaluation(value, None, count))
+    for run_dir, (value, count, *judged) in zip(runs, (first, second), strict=True):
+        score = Evaluations(before=None, after=Evaluation(value, None, count, num_judged=next(iter(judged), None)))
         write_summary(make_summary(eval=score), run_dir / "summary.json")
     page = write_comparison(runs, out=tmp_path / "page.html")
     table = card(body(page), "Outcomes")

@@ -25,9 +25,9 @@ FIELDS = {
     "resume_call",
     "eval": "before after primary sets",
     "eval.before": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
-    "sampled_reward_parts reward_error sampled_reward_error",
+    "sampled_reward_parts reward_error sampled_reward_error num_judged sampled_num_judged",
     "eval.after": "accuracy sampled_accuracy num_prompts reward sampled_reward reward_parts "
-    "sampled_reward_parts reward_error sampled_reward_error",
+    "sampled_reward_parts reward_error sampled_reward_error num_judged sampled_num_judged",
     "throughput": "generated_tokens_per_s trained_tokens_per_s completions_per_s",
     "staleness": "max mean bound histogram updates_max",
     "prompts": "admitted trained failed skipped pending lost repeated regenerated_tokens failed_completions",

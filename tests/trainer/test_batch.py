@@ -12,6 +12,7 @@ from training_data import columns, make_rollout, prepared, run_config, scored_gr
 from slipstream.batching import collate as batching
 from slipstream.core.errors import StalenessError
 from slipstream.core.types import Group
+from slipstream.trainer.inbox import group_scored
 from slipstream.trainer.scores import has_signal, is_truncated, selected
 
 REWARDS = [[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]]
@@ -183,6 +184,24 @@ def test_signal_is_what_the_estimator_and_the_loss_make_of_it():
     cut = groups_of([[1.0, 1.0]], finish={(0, 1): "length"})[0]
     assert not signal_of(cut, run_config())
     assert signal_of(cut, run_config(loss={"truncated": "subtract", "truncation_reward": -1.0}))
+
+
+@pytest.mark.parametrize("truncated", ["keep", "mask", "penalty", "subtract"])
+def test_the_reward_that_is_told_is_the_one_that_was_scored(truncated):
+    """Whatever advantages are made of: truncation does not change it, and a greedy baseline is not in it."""
+    (cut,) = groups_of([[4.0, 2.0, 3.0]], finish={(0, 0): "length"})
+    config = run_config(loss={"truncated": truncated, "truncation_reward": -9.0})
+    assert group_scored(scored_group(cut, config), config).mean_reward == 3.0
+    (group,) = groups_of([[4.0, 2.0, 3.0, 99.0]], finish={(0, 3): "length"})
+    config = run_config(loss={"truncated": truncated, "truncation_reward": -9.0, "advantages": "greedy_baseline"})
+    assert group_scored(scored_group(group, config), config).mean_reward == 3.0
+
+
+def test_signal_hangs_on_what_advantages_are_made_of():
+    loss = {"truncated": "penalty", "truncation_reward": -9.0}
+    (cut,) = groups_of([[4.0, 2.0, 3.0]], finish=dict.fromkeys([(0, 0), (0, 1), (0, 2)], "length"))
+    told = group_scored(scored_group(cut, run_config(loss=loss)), run_config(loss=loss))
+    assert (told.has_signal, told.mean_reward) == (False, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from slipstream.models.experts import Router
 from slipstream.models.flat import FlatParameters
 from slipstream.models.initialise import new_model
 from slipstream.models.packed import ROW_MULTIPLE
+from slipstream.observe.waste import not_selected
 from slipstream.trainer.measure import MAX_LOGITS, Auxiliary, StepContext, microbatch_logprobs
 from slipstream.trainer.optim import AdamW
 from slipstream.trainer.scores import rollout_advantages
@@ -294,6 +295,51 @@ def test_a_batch_of_masked_completions_changes_nothing():
     metrics = train_on_batch(model, optimizer, groups, config=config, step=0, batching=batching)
     assert metrics["num_updates"] == metrics["tokens_trained"] == 0
     assert torch.equal(flat.flat, before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_trained"),
+    [
+        ({}, lambda place, is_cut: True),
+        ({"select": "best_and_worst"}, lambda place, is_cut: place in (0, 2)),
+        ({"truncated": "mask"}, lambda place, is_cut: not is_cut),
+        ({"select": "best", "truncated": "mask"}, lambda place, is_cut: place == 0 and not is_cut),
+        ({"name": "reinforce", "params": {}, "advantages": "greedy_baseline"}, lambda place, is_cut: place < 3),
+    ],
+    ids=["all", "selected", "masked", "both", "greedy baseline"],
+)
+def test_what_a_step_does_not_train_of_its_groups_is_wasted_once(loss, is_trained):
+    """Whatever the number of passes and minibatches, with an environment's tokens between the sampled ones."""
+    num_samples, rng = 4 if "advantages" in loss else 3, np.random.default_rng(2)
+    rewards = {0: [5.0, 3.0, 1.0, 0.0], 1: [4.0, 2.0, 0.0, 1.0]}  # from best to worst, a baseline behind them
+    cut = {(0, 1), (1, 0)}
+    groups = [
+        Group(
+            ordinal=ordinal,
+            rollouts=tuple(
+                make_rollout(
+                    ordinal,
+                    sample,
+                    rng,
+                    reward=row[sample],
+                    given=True,
+                    finish_reason="length" if (ordinal, sample) in cut else "stop",
+                )
+                for sample in range(num_samples)
+            ),
+        )
+        for ordinal, row in rewards.items()
+    ]
+    _, _, metrics = step_of(groups, loss=loss, trainer={"minibatches": 2, "epochs": 2}, groups_per_step=2)
+    wasted = sum(
+        len(segment.tokens)
+        for group in groups
+        for place, rollout in enumerate(group.rollouts)
+        for segment in rollout.completion.segments
+        if segment.is_sampled and not is_trained(place, (group.ordinal, place) in cut)
+    )
+    assert not_selected(metrics) == wasted
+    assert (wasted > 0) == (loss != {})
 
 
 def test_a_batch_of_tied_pairs_changes_nothing():

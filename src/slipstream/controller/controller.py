@@ -313,7 +313,7 @@ class Controller:
             schedule=msgspec.to_builtins(self.schedule.snapshot()),
             num_events=num_events,
             cut=uuid.uuid4().hex,
-            run=self.tally.saved(),
+            run=self.tally.saved([*self.schedule.ready, *self.schedule.training]),
         )
         for executor, part in parts(command, self.config, self.holder_of, self.schedule.versions):
             self.executors.send(executor, part)

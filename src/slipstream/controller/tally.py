@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,7 @@ from slipstream.observe.metrics import rate
 from slipstream.observe.samples import Sample, read_samples, write_samples
 from slipstream.observe.states import model_share, side_of, totals_of
 from slipstream.observe.transcript import TranscriptPart, transcript_of
-from slipstream.observe.waste import Wasted
+from slipstream.observe.waste import Wasted, not_selected
 
 NUM_REPORTS = 10  # of sampled tokens, behind their rate
 ENDED_AT = "callback_ended_run_of_steps"
@@ -104,6 +104,8 @@ class Tally:
     scored_completions: int = 0
     failed_completions: int = 0
     """The part of `scored_completions` that could not be scored, trained or not."""
+    failed_of: dict[int, int] = field(default_factory=dict)
+    """The same by group, of those that were scored since the last checkpoint, or waited for their step at it."""
 
     # News
 
@@ -115,9 +117,11 @@ class Tally:
                     self.stopped_because = event.because or self.stopped_because
                 for command in commands:
                     self._command(command)
-            case GroupScored(num_failed=num_failed):
+            case GroupScored(ordinal=ordinal, num_failed=num_failed):
                 self.scored_completions += self.config.samples_per_group
                 self.failed_completions += num_failed
+                if num_failed:
+                    self.failed_of[ordinal] = num_failed
             case Counters():
                 known = self.counters.setdefault(news.executor, {})
                 if (tokens := news.values.get("generated_tokens")) is not None:
@@ -167,6 +171,7 @@ class Tally:
         self._consume(metrics)
         metrics["reward"] = metrics["reward_mean"]
         metrics["failed_completions"] = float(self.failed_completions)
+        metrics["wasted_tokens/not_selected"] = float(not_selected(metrics))
         metrics |= {f"dropped/{cause}": float(self.dropped[cause]) for cause in get_args(SkipCause)}
         self.dropped.clear()
         assert self.last_step_s is not None
@@ -202,13 +207,17 @@ class Tally:
         """Return the seconds since the run began, without what was abandoned and the time between attempts."""
         return self.earlier_s + self.clock.now_s() - self.started_s
 
-    def saved(self) -> dict[str, float]:
-        """Return what a checkpoint keeps of this, besides what `recall` finds in the metrics."""
+    def saved(self, waiting: Collection[int]) -> dict[str, float]:
+        """Return what a checkpoint keeps of this, besides what `recall` finds in the metrics.
+
+        Without the groups `waiting`, scored and not trained yet: a resume hears of them anew.
+        """
+        self.failed_of = {ordinal: self.failed_of[ordinal] for ordinal in waiting if ordinal in self.failed_of}
         return {
             "wall_s": self.wall_s,
             "regenerated_tokens": float(self.regenerated_tokens),
-            "scored_completions": float(self.scored_completions),
-            "failed_completions": float(self.failed_completions),
+            "scored_completions": float(self.scored_completions - len(waiting) * self.config.samples_per_group),
+            "failed_completions": float(self.failed_completions - sum(self.failed_of.values())),
         } | ({ENDED_AT: float(self.config.steps)} if self.stopped_because == "callback" else {})
 
     def restore(self, saved: Mapping[str, float]) -> None:

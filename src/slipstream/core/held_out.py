@@ -43,12 +43,14 @@ class Measured:
 
     `accuracy` is None without a measure, and where it abstained everywhere; `reward` in files of runs that had none.
     `reward_error` is the standard error of `reward`; None of a single answer, and in files of runs that had none.
+    `num_judged` prompts have an answer that `accuracy` counts; None in files of runs that did not count them.
     """
 
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     accuracy: float | None = None
     reward_error: float | None = None
+    num_judged: int | None = None
 
     def value(self, config: EvalConfig) -> float | None:
         """Return the number that the run goes by (`eval.metric`); None where no answer could be judged."""
@@ -62,8 +64,8 @@ class Measured:
     def metrics(self, prefix: str) -> dict[str, Any]:
         """Return these as metrics of an evaluation, for `metrics.jsonl`."""
         found: dict[str, Any] = {f"{prefix}reward": self.reward, prefix + PARTS: self.reward_parts}
-        others = {f"{prefix}accuracy": self.accuracy, f"{prefix}reward_error": self.reward_error}
-        return found | {name: value for name, value in others.items() if value is not None}
+        others = {"accuracy": self.accuracy, "reward_error": self.reward_error, "num_judged": self.num_judged}
+        return found | {prefix + name: value for name, value in others.items() if value is not None}
 
 
 def measured(answers: Sequence[Scored], measure: str | None, prompts: Sequence[Hashable] | None = None) -> Measured:
@@ -76,13 +78,16 @@ def measured(answers: Sequence[Scored], measure: str | None, prompts: Sequence[H
         for name, value in answer.reward_parts.items():
             if value is not None:
                 parts.setdefault(name, []).append(value)
-    judged = [right for answer in answers if (right := is_right(answer, measure)) is not None]
+    prompts = range(len(answers)) if prompts is None else prompts
+    rights = [(is_right(answer, measure), prompt) for answer, prompt in zip(answers, prompts, strict=True)]
+    judged = [(right, prompt) for right, prompt in rights if right is not None]
     rewards = [answer.reward for answer in answers]
     return Measured(
         reward=_mean(rewards),
-        reward_error=clustered_error(rewards, range(len(rewards)) if prompts is None else prompts),
+        reward_error=clustered_error(rewards, prompts),
         reward_parts={name: _mean(values) for name, values in parts.items()},
-        accuracy=_mean(judged) if judged else None,
+        accuracy=_mean([right for right, _ in judged]) if judged else None,
+        num_judged=len({prompt for _, prompt in judged}) if judged else None,
     )
 
 
@@ -121,7 +126,7 @@ def in_metrics(line: Mapping[str, Any], prefix: str) -> Measured | None:
     start = f"{prefix}{PARTS}/"
     parts = {name.removeprefix(start): value for name, value in line.items() if name.startswith(start)}
     found = {name: value for name, value in parts.items() if value is not None}
-    return Measured(reward, found, accuracy, line.get(f"{prefix}reward_error"))
+    return Measured(reward, found, accuracy, line.get(f"{prefix}reward_error"), line.get(f"{prefix}num_judged"))
 
 
 def check_measure(config: RunConfig) -> None:

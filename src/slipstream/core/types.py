@@ -270,7 +270,7 @@ class GroupScored(Message):
 
     ordinal: int
     has_signal: bool
-    mean_reward: float
+    mean_reward: float  # as scored, of the rollouts that may be trained on
     num_failed: int  # rollouts
     min_version: int
     max_version: int

@@ -26,15 +26,15 @@ Status = Literal["running", "done", "failed", "interrupted"]
 ACCOUNTING_TOLERANCE_S = 1e-3
 
 
-_MEASURES = ("reward", "reward_parts", "accuracy", "reward_error")  # of `Measured`
+_MEASURES = ("reward", "reward_parts", "accuracy", "reward_error", "num_judged")  # of `Measured`
 
 
 class Evaluation(msgspec.Struct, frozen=True):
     """The scores of one policy version's answers to held-out prompts: greedy ones, and `sampled_` at temperature 1.
 
     `reward` is the mean of what would be trained on, `reward_error` its standard error, `reward_parts` the means of its
-    terms. The accuracies are shares of right answers, None where no term is named as the measure (`eval.measure`). Runs
-    older than the rewards lack these.
+    terms. The accuracies are shares of right answers, None where no term is named as the measure (`eval.measure`), of
+    `num_judged` prompts: less than `num_prompts` where the measure abstained. Runs older than these lack them.
     """
 
     accuracy: float | None
@@ -46,6 +46,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     sampled_reward_parts: dict[str, float] = {}
     reward_error: float | None = None
     sampled_reward_error: float | None = None
+    num_judged: int | None = None
+    sampled_num_judged: int | None = None
 
     @classmethod
     def of(cls, greedy: Measured, sampled: Measured, num_prompts: int) -> Evaluation:

@@ -14,6 +14,8 @@ from slipstream.observe.waste import RE_PREFILLED, WASTE, Wasted
 
 MOST_NAMED = 32
 """Processes of a side that have metrics of their own."""
+ELSEWHERE = ("not_selected", "left")
+"""Causes of waste that are not told here: a step's own is in its line (`Tally.stepped`), the end's in the summary."""
 
 
 @dataclass
@@ -115,7 +117,7 @@ class Vitals:
                     _add(metrics, f"wait_frac/{name}/{state}", seconds / total_s / parts)
                 if seconds > 0.0:
                     _add(metrics, f"{TIME_PREFIX}{side}/{state}", seconds / num_of_side[side])
-        metrics |= {f"wasted_tokens/{cause}": float(self.wasted[cause]) for cause in WASTE if cause != "left"}
+        metrics |= {f"wasted_tokens/{cause}": float(self.wasted[cause]) for cause in WASTE if cause not in ELSEWHERE}
         metrics |= self.judged
         self.scored, self.published, self.num_refused = [], [], 0.0
         self.wasted.clear()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from slipstream.core.ranks import split_rank_name
 from slipstream.core.run_log import Decision, LoopState
-from slipstream.core.types import CompletionFinished, ReplicaLost, StartGroup
+from slipstream.core.types import CompletionFinished, ReplicaLost, StartGroup, StepDone
 from slipstream.observe.states import DECODES
 from slipstream.observe.timeline import Counter, ProcessEnd, ProcessStart, Record, Slice
 
@@ -19,11 +19,19 @@ WASTE = {
     "stale": "of groups discarded for their staleness, by policies that discard",
     "regenerated": "sampled again, because the first copy was lost with a process",
     "re_prefilled": "prompts and completions prefilled again, after a swap or to continue after an interruption",
+    "not_selected": "of trained groups, in completions that were not selected, were masked, or were only a baseline",
     "left": "sampled, and not trained when the run ended",
 }
 """Causes of wasted tokens, and what each counts."""
 RE_PREFILLED = "re_prefilled_tokens"
 """The name of their count, in the `Counters` and timelines of generators."""
+
+
+def not_selected(metrics: Mapping[str, float]) -> int:
+    """Return the sampled tokens of a step's groups that it did not train on, by its `metrics`."""
+    sampled = sum(tokens for name, tokens in metrics.items() if name.startswith("staleness_tokens/"))
+    untrained = sampled - metrics.get("tokens_trained", sampled)
+    return round(untrained) if untrained > 0 else 0
 
 
 class Wasted(NamedTuple):
@@ -99,6 +107,8 @@ class UntrainedTokens:
                 yield Wasted(time_ns, "regenerated", event.num_tokens - event.num_restored)
             if event.ordinal in self.loop.groups or not is_again:
                 self._pending.setdefault(event.ordinal, {})[event.sample] = event.num_tokens
+        if isinstance(event, StepDone) and (tokens := not_selected(event.metrics)):
+            yield Wasted(time_ns, "not_selected", tokens)
         num_admitted = self.loop.next_ordinal
         for command in decision.commands:
             if isinstance(command, StartGroup) and command.ordinal < num_admitted:
@@ -113,7 +123,8 @@ class UntrainedTokens:
 def wasted(decisions: Iterable[Decision], replicas: Mapping[int, ReplicaTokens]) -> Iterator[Wasted]:
     """Yield the waste of a run: of all that led to its final weights; re-prefill and `left` of this attempt alone.
 
-    Identity, where no process was lost: tokens sampled = trained + all causes but `re_prefilled`.
+    Identity, where no process was lost and no trained group has a poisoned completion: tokens sampled = trained + all
+    causes but `re_prefilled`.
     """
     sampled, time_ns = UntrainedTokens(), 0
     begun = {number: replica.sampled for number, replica in replicas.items() if replica.sampled is not None}

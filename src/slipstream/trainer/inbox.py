@@ -20,7 +20,7 @@ from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.types import Group, GroupScored, Rollout, RolloutHead, TrainStep
 from slipstream.core.vetting import POISONED, Limits, is_of_run, vetted
 from slipstream.trainer.dealing import balanced_ranks, exchanged
-from slipstream.trainer.scores import ScoredGroup, dealt_by, effective_reward, has_signal, head_of
+from slipstream.trainer.scores import ScoredGroup, dealt_by, has_signal, head_of, split_baseline
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class RolloutInbox:
 
 def group_scored(group: ScoredGroup, config: RunConfig) -> GroupScored:
     """Return the event that tells the controller of a group whose rollouts are all scored."""
-    rewards = [effective_reward(head, config.loss) for head in group.heads]
+    rewards = [head.reward for head in split_baseline(group, config)[0]]
     failures = [head.failure for head in group.heads if head.failure is not None]
     sampled = [head for head in group.heads if head.num_sampled]  # others have no version
     return GroupScored(

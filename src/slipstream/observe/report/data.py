@@ -300,9 +300,12 @@ class RunData:
 
     @property
     def held_out_score(self) -> Estimate | None:
-        """The held-out accuracy of the last version, with the error of so many prompts."""
-        accuracy = self.held_out[1].accuracy
-        return None if accuracy is None else share(accuracy, self.num_held_out)
+        """The held-out accuracy of the last version, with its error."""
+        return self.accuracy_of(self.held_out[1])
+
+    def accuracy_of(self, found: Measured) -> Estimate | None:
+        """Return an accuracy with the error of as many prompts as were judged; of all, in runs that did not count."""
+        return None if found.accuracy is None else share(found.accuracy, found.num_judged or self.num_held_out)
 
     def wasted_by(self, cause: str) -> str:
         """Return a cause of wasted tokens in words. A resume samples again without that any process was lost."""

@@ -21,7 +21,7 @@ from slipstream.observe.health import WATCHED_STEPS, AlarmSpan
 from slipstream.observe.noise import LEAST_TREND, Estimate, mean_of, rises, share
 from slipstream.observe.report.data import RunData
 from slipstream.observe.report.html import card, cards, items, part, table, text
-from slipstream.observe.summary import Evaluations, TrainedRows, violations
+from slipstream.observe.summary import TrainedRows, violations
 from slipstream.observe.svg import number
 from slipstream.observe.svg_blocks import percent_name
 
@@ -29,7 +29,6 @@ RECENT_S = 60.0  # a run that wrote a line so recently is taken to be going on
 MAX_ADVICE = 6
 FEW_SIGNALS = 0.2  # of groups: the quickstart ends at a third, the alarm `no_signal` rings at a tenth
 LEAST_GROUPS = 64  # of the alarm `equal_rewards`
-HELD_OUT = {"eval_accuracy": "Held-out accuracy", "eval_reward": "The held-out mean reward"}
 
 
 def heading(run: RunData) -> str:
@@ -150,30 +149,29 @@ def learned(run: RunData) -> str:
     before, after = run.held_out
     if run.summary is not None and run.evaluations.after is not None and (told := _held_out(before, after)):
         count = run.num_held_out
-        chance = may_be_chance(before.accuracy, after.accuracy, count)
+        chance = may_be_chance(run.accuracy_of(before), run.accuracy_of(after))
         chance = reward_may_be_chance(before, after) if after.accuracy is None else chance
         steps = plural(run.summary.steps, "step")
         never = run.summary.eval.never_right
-        more = _sampled(run.evaluations) + ("" if never is None else f" {never}")
+        more = _sampled(run) + ("" if never is None else f" {never}")
         return f"{told} ({plural(count, 'prompt')}, greedy) in {steps}{chance}.{more}"
     return _rewarded(run.history.values("reward"))
 
 
-def may_be_chance(before: float | None, after: float | None, num_prompts: int) -> str:
-    """A clause where two shares of so many prompts differ by no more than noise."""
-    if before is None or after is None or before == after:
+def may_be_chance(before: Estimate | None, after: Estimate | None) -> str:
+    """A clause where two scores differ by no more than noise."""
+    if before is None or after is None or before.value == after.value:
         return ""
-    return "" if share(before, num_prompts).differs(share(after, num_prompts)) else ", which may be chance"
+    return "" if before.differs(after) else ", which may be chance"
 
 
 def reward_may_be_chance(before: Measured, after: Measured) -> str:
     """A clause where two mean rewards differ by no more than the noise of their prompts."""
-    if before.reward is None or after.reward is None or before.reward == after.reward:
+    if before.reward is None or after.reward is None:
         return ""
     if before.reward_error is None or after.reward_error is None:  # of runs that did not measure it
         return ""
-    first, last = Estimate(before.reward, before.reward_error), Estimate(after.reward, after.reward_error)
-    return "" if first.differs(last) else ", which may be chance"
+    return may_be_chance(Estimate(before.reward, before.reward_error), Estimate(after.reward, after.reward_error))
 
 
 def _rewarded(rewards: list[float]) -> str:
@@ -223,15 +221,16 @@ def _change(
     return f"{name} went {ends}" if is_first else f"{name} {ends}"
 
 
-def _sampled(found: Evaluations) -> str:
+def _sampled(run: RunData) -> str:
     """A sentence where greedy answers are as right as they were and sampled ones are not."""
+    found = run.evaluations
     if found.before is None or found.after is None:
         return ""
     (before, after), is_same = (found.before, found.after), found.before.accuracy == found.after.accuracy
     first, last = before.sampled_accuracy, after.sampled_accuracy
     if not is_same or first is None or last is None or percent(first) == percent(last):
         return ""
-    chance = may_be_chance(first, last, after.num_prompts)
+    chance = may_be_chance(run.accuracy_of(before.sampled), run.accuracy_of(after.sampled))
     return f" Sampled at temperature 1, it went from {percent(first)} to {percent(last)}{chance}."
 
 
@@ -347,8 +346,11 @@ def go_further(run: RunData) -> str:
     """
     if status_of(run) != "done" or run.summary is None:
         return ""
-    for name, what in HELD_OUT.items():
-        held_out = [share(value, run.num_held_out) for value in run.history.values(name)]
+    judged, errors = (dict(run.history.points(name)) for name in ("eval_num_judged", "eval_reward_error"))
+    accuracies, rewards = (run.history.points(name) for name in ("eval_accuracy", "eval_reward"))
+    shares = [share(value, round(judged.get(version, run.num_held_out))) for version, value in accuracies]
+    means = [Estimate(value, errors.get(version)) for version, value in rewards]
+    for what, held_out in {"Held-out accuracy": shares, "The held-out mean reward": means}.items():
         if len(held_out) > 2:
             before, after = held_out[-2:]
             if after.value < before.value:
