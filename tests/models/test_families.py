@@ -167,6 +167,7 @@ def test_old_spellings_are_understood():
     }
     config = config_from_hf(llama)
     assert (config.rope_theta, config.num_kv_heads, config.head_dim, config.eos_token_ids) == (5e5, 8, 8, (1, 2))
+    assert config_from_hf({"model_type": "llama"}).eos_token_ids == (), "no default of a class ends completions"
     neox = config_from_hf({"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000})
     assert (neox.rotary_fraction, neox.rope_theta) == (0.5, 5000)
 

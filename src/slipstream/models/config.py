@@ -181,6 +181,7 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
         )
     try:
         hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(known_fields(raw)).to_dict()
+        hf["eos_token_id"] = raw.get("eos_token_id")  # a class's default ends no completion of this model
         _check_routing(raw, hf)
         config = _from_hf(family, hf)
     except ConfigError:
