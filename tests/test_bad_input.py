@@ -613,9 +613,11 @@ W = "model/model.safetensors"
 
 
 def no_eos(folder: Path) -> None:
-    """The tokenizer without its end-of-sequence token."""
+    """The tokenizer and the model without an end-of-sequence token."""
     path = folder / "model" / "tokenizer_config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}))
+    for name in ("config.json", "generation_config.json"):
+        change_json(f"model/{name}", eos_token_id=None)(folder)
 
 
 def another_vocabulary(folder: Path) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.environments import chat as chat_module
 from slipstream.environments import rehearsal
-from slipstream.environments.build import build_chat
+from slipstream.environments.build import build_chat, missing_end
 from slipstream.environments.chat import PlainChat, TemplateChat
 from slipstream.environments.chat_proof import prove
 from slipstream.environments.forms import MAX_CHARACTERS, checked
@@ -147,14 +148,14 @@ def test_prompts_are_chats_where_there_is_a_template_and_there_alone(chats: dict
         rehearsal._check_kind(plain, [text, chat])
 
 
-def test_turns_have_the_variables_of_the_recipe() -> None:
+def test_turns_have_the_variables_of_the_recipe(tmp_path: Path) -> None:
     """A date, as Llama's templates take it. Qwen3's way not to think is refused: its mark is gone in later turns."""
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     chatml = str(tokenizer.chat_template)
 
     def chat_with(**variables: bool | str) -> TemplateChat:
         prompts = {"dataset": "x.jsonl", "chat": True, "chat_template_kwargs": variables}
-        made = build_chat(resolve({"prompts": prompts, "model.path": "a/b"}), tokenizer, None)
+        made = build_chat(resolve({"prompts": prompts, "model.path": qwen2_in(tmp_path)}), tokenizer, None)
         assert isinstance(made, TemplateChat)
         return made
 
@@ -171,15 +172,66 @@ def test_turns_have_the_variables_of_the_recipe() -> None:
     chat_with(enable_thinking=True)
 
 
+def qwen2_in(folder: Path, *, ends: Sequence[int] | None = None) -> str:
+    """Return `folder` with the config.json of a model, and its `ends` where instruction-tuned models have them."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 2000}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return str(folder)
+
+
+def test_a_turn_ends_at_each_end_of_the_model(tmp_path: Path) -> None:
+    """Llama's models end a call of a tool with another token than an answer, and only their files say so."""
+    family = dataclasses.replace(FAMILIES["llama3.1"], special=(*FAMILIES["llama3.1"].special, "<|eom_id|>"))
+    tokenizer = tokenizer_of(family)
+    text_end, call_end, turn_end = (encoded(family, f"<|{name}|>")[0] for name in ("end_of_text", "eom_id", "eot_id"))
+    tables = {"prompts": {"dataset": "x.jsonl", "chat": True}, "model.path": qwen2_in(tmp_path, ends=[call_end])}
+    tables |= {"environment": {"class": "guess", "tool_format": "llama3"}}
+    chat = build_chat(resolve(tables, {"generator.stop_token_ids": [text_end]}), tokenizer, TOOLS)
+    called = encoded(family, '{"name": "search", "parameters": {"query": "q"}}')
+    message = chat.message(row([*called, call_end]))
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["search"]
+    assert message["content"] == ""
+    said = [{"role": "tool", "content": "found", "name": "search"}]
+    behind = chat.observation(row([*called, turn_end]), said).tolist()
+    assert chat.observation(row([*called, call_end]), said).tolist() == behind
+    plain = build_chat(
+        resolve(tables, {"generator.stop_token_ids": [text_end], "prompts.chat": False}), tokenizer, None
+    )
+    assert plain.stop_ids == (*sorted((text_end, turn_end)), call_end), "its own end of a cut turn is as before"
+    fixed = build_chat(resolve(tables, {"generator.stop_at_eos": False, "prompts.chat": False}), tokenizer, None)
+    assert fixed.stop_ids == ()
+
+
+def test_a_template_whose_end_of_a_turn_ends_no_completion_is_told_of(tmp_path: Path) -> None:
+    """Base models have the template of the tuned ones, and another EOS."""
+    tuned = FAMILIES["qwen2.5"]
+    base = dataclasses.replace(tuned, end="<|endoftext|>")
+    [turn_end] = encoded(base, "<|im_end|>")
+    tables = {"prompts": {"dataset": "x.jsonl", "chat": True}}
+
+    def told(family: Family, ends: Sequence[int] | None = None, **fields: Any) -> str | None:
+        changes = {"model.path": qwen2_in(tmp_path, ends=ends)} | {f"generator.{key}": fields[key] for key in fields}
+        return missing_end(resolve(tables, changes), tokenizer_of(family))
+
+    line = told(base, stop_token_ids=[5])
+    assert f"<|im_end|>, completions do not; generator.stop_token_ids = [5, {turn_end}]" in str(line)
+    assert told(base, stop_token_ids=[turn_end]) is None
+    assert told(base, [0, turn_end]) is None
+    assert told(base, stop_at_eos=False) is None
+    assert told(tuned) is None
+    silent = dataclasses.replace(base, template="{{ messages[0].content }}")
+    assert told(silent) is None, "it does not write what an assistant says"
+
+
 @pytest.mark.parametrize("opens", [True, False])
-def test_calls_in_a_thought_that_the_header_opens_are_text(opens: bool) -> None:
+def test_calls_in_a_thought_that_the_header_opens_are_text(opens: bool, tmp_path: Path) -> None:
     family, header = FAMILIES["qwen2.5"], "<|im_start|>assistant\\n"
     assert header in family.template
     opening = dataclasses.replace(family, template=family.template.replace(header, f"{header}<think>\\n"))
     tokenizer = tokenizer_of(opening if opens else family)
     prompts = {"dataset": "x.jsonl", "chat": True}
     environment = {"class": "guess", "tool_format": "hermes"}
-    config = resolve({"prompts": prompts, "model.path": "a/b", "environment": environment})
+    config = resolve({"prompts": prompts, "model.path": qwen2_in(tmp_path), "environment": environment})
     chat = build_chat(config, tokenizer, TOOLS)
     call = '<tool_call>{"name": "search", "arguments": {"query": "q"}}</tool_call>'
 

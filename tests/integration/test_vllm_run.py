@@ -108,7 +108,7 @@ def check_last_answers(config: RunConfig, out: Path) -> None:
     trained = config.model.model_copy(update={"path": str(out / "model")})
     model, _ = build_policy(trained, seed=config.seed)
     tokenizer = build_tokenizer(trained)
-    stops = stop_token_ids(tokenizer, config.generator)
+    stops = stop_token_ids(tokenizer, config.generator, model.config)
     engine = native_engine(model, num_slots=8, max_len=64, seed=0, stop_token_ids=stops)
     samples = read_samples(out / "samples.json")
     assert samples

@@ -18,7 +18,7 @@ from slipstream.models.config import MIXTURES
 from slipstream.models.hf import load_model, logical_tensors, save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.sharded import Division, load_sharded
-from slipstream.models.tokenizer import char_tokenizer, load_tokenizer
+from slipstream.models.tokenizer import CharTokenizer, char_tokenizer, load_tokenizer
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 FRESH = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
@@ -61,9 +61,14 @@ def test_fresh_models_survive_transformers(family, tied, tmp_path):
     experts = {"num_experts": 4} if family in MIXTURES else {}
     config = ModelConfig(family=family, max_positions=32, tie_embeddings=tied, **FRESH, **experts)
     model = new_model(config, vocab_size=VOCAB_SIZE, seed=5, eos_token_id=1, pad_token_id=0)
-    save_model(model, tmp_path)
+    save_model(model, tmp_path, CharTokenizer("ab\n 7"))
     torch.testing.assert_close(their_logits(tmp_path), logits(model), atol=1e-5, rtol=0)
     assert load_model(tmp_path).config == model.config
+    for _ in range(2):  # of a fresh model, and of one that goes on from it
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.encode("b a\n7?<eos>", add_special_tokens=False) == [4, 6, 3, 5, 7, 2, 1]
+        assert tokenizer.decode([4, 6, 3, 5, 7, 1]) == "b a\n7<eos>"
+        tokenizer.save_pretrained(tmp_path)
 
 
 def test_sharded_checkpoints_in_both_directions(checkpoint, tmp_path):

@@ -120,8 +120,28 @@ def test_a_written_config_has_all_fields_that_transformers_would_write(case):
     if case.startswith("qwen3_moe"):
         theirs["num_experts"] = theirs.pop("num_local_experts")
     written, full = (json.loads(json.dumps(hf)) for hf in (ours, theirs))
+    for field in ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct"):  # the spelling of transformers 4
+        written.pop(field, None)
     assert {k: v for k, v in written.items() if v is not None} == {k: v for k, v in full.items() if v not in (None, "")}
     assert written["architectures"] == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[written["model_type"]]]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "gpt2" not in case])
+def test_rotary_positions_are_written_as_older_files_have_them_too(case):
+    """transformers 4 knows no `rope_parameters`, and would take 10,000 without scaling."""
+    written = config_to_hf(dataclasses.replace(config_from_hf(CASES[case].to_dict()), rope_theta=5e5))
+    older = {name: value for name, value in written.items() if name != "rope_parameters"}
+    for hf in (written, older):
+        read = type(CASES[case]).from_dict(json.loads(json.dumps(hf))).to_dict()
+        assert read["rope_parameters"] == written["rope_parameters"]
+        assert config_from_hf(hf).rope_theta == 5e5
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    assert written.get("rope_scaling") == (scaling if case == "llama3_rope" else None)
+    if "neox" in case:
+        assert (written["rotary_emb_base"], written["rotary_pct"]) == (5e5, 0.25)
+    else:
+        assert written["rope_theta"] == 5e5
 
 
 def test_a_new_model_is_saved_without_transformers(tmp_path):
@@ -147,6 +167,7 @@ def test_old_spellings_are_understood():
     }
     config = config_from_hf(llama)
     assert (config.rope_theta, config.num_kv_heads, config.head_dim, config.eos_token_ids) == (5e5, 8, 8, (1, 2))
+    assert config_from_hf({"model_type": "llama"}).eos_token_ids == (), "no default of a class ends completions"
     neox = config_from_hf({"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000})
     assert (neox.rotary_fraction, neox.rope_theta) == (0.5, 5000)
 

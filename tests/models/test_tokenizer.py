@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -63,6 +64,21 @@ def test_characters_beyond_ascii(tmp_path):
     char_tokenizer("äß→漢 ").save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode("漢→ ä ß")) == "漢→ ä ß"
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_a_tokenizer_is_read_as_it_was_saved_whatever_model_is_beside_it(model_type, tmp_path):
+    """AutoTokenizer makes another of what is beside a qwen2: characters that are no bytes vanish."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for tokenizer, text in ((byte_level(), "the thäe 漢\n"), (with_metaspace(), "a bad cab  a face")):
+        tokenizer.chat_template = "{{ messages }}"
+        tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<pad>"})
+        tokenizer.save_pretrained(tmp_path)
+        read = load_tokenizer(tmp_path)
+        ids = tokenizer.encode(f"{text}<end>")
+        assert read.encode(f"{text}<end>") == ids
+        assert read.decode(ids) == tokenizer.decode(ids)
+        assert (read.chat_template, read.eos_token, read.pad_token) == ("{{ messages }}", "<end>", "<pad>")
 
 
 @pytest.mark.parametrize("alphabet", ["", "aba"])

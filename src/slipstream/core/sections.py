@@ -343,7 +343,11 @@ class GeneratorConfig(Section):
         "episode that has sampled a turn, or of the turns that are being sampled alone: then turns of one episode may "
         "have several versions.",
     )
-    stop_at_eos: bool = Field(True, description="End completions at EOS; false samples max_new_tokens always (N).")
+    stop_at_eos: bool = Field(
+        True,
+        description="End completions at EOS: the tokenizer's, and each eos_token_id of the model's "
+        "generation_config.json, or config.json. false samples max_new_tokens always (N).",
+    )
     kv_on_update: Literal["keep", "recompute", "recompute_if_older_than"] = Field(
         "keep",
         description="What an in-flight swap does with the KV cache: keep it (Magistral), rebuild it, or rebuild only "
@@ -376,7 +380,7 @@ class GeneratorConfig(Section):
         None, description="A completion that takes longer, from its start in seconds, ends with reason 'deadline'."
     )
     stop_token_ids: list[NonNegative] = Field(
-        default_factory=list, description="Stop tokens besides the tokenizer's EOS."
+        default_factory=list, description="Stop tokens besides those of stop_at_eos."
     )
     seeds: Literal["shared", "per_replica"] = Field(
         "shared",

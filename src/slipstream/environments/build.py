@@ -18,7 +18,7 @@ from slipstream.environments.tool_calls import detect_format
 from slipstream.environments.tool_calls import parse as parse_calls
 from slipstream.environments.transcript import Chats
 from slipstream.environments.workers import EnvironmentPool
-from slipstream.models.build import stop_token_ids
+from slipstream.models.build import first_shape, stop_token_ids
 from slipstream.models.foreign_text import ChatRenderer
 from slipstream.models.tokenizer import check_alphabet
 
@@ -87,23 +87,46 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None, *
     Chats by the model's template, proved to extend its own text (ConfigError else), and all that agents say where
     there is one; other prompts by `environment.observation`.
     """
-    stop_ids, environment = stop_token_ids(tokenizer, config.generator), config.environment
+    stop_ids, environment = stop_token_ids(tokenizer, config.generator, first_shape(config)), config.environment
     has_chats = config.prompts.chat or (bool(tokenizer.chat_template) and bool(tools))
     if not has_chats and not (for_agents and tokenizer.chat_template):
         fixed = "".join(literal for literal, _ in parsed_template(environment.observation))
         check_alphabet(tokenizer, [("environment.observation", fixed)])
         parse = call_parser(environment.tool_format, tokenizer, tools)
         return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=parse)
-    renderer = ChatRenderer(
+    renderer = _renderer_of(config, tokenizer)
+    parse = call_parser(environment.tool_format, tokenizer, tools, renderer)
+    chat = TemplateChat(tokenizer, renderer, tools or None, stop_ids=stop_ids, parse=parse)
+    prove(chat, ("tool",) if environment.tools else None)
+    return chat
+
+
+def missing_end(config: RunConfig, tokenizer: Tokenizer) -> str | None:
+    """Return a line where completions go on behind the token that ends a turn in the chat template; else None.
+
+    With an environment that is an error (`chat_proof`); without `stop_at_eos` it is meant.
+    """
+    if config.environment.is_set or not config.generator.stop_at_eos:
+        return None
+    stop_ids = stop_token_ids(tokenizer, config.generator, first_shape(config))
+    chat = TemplateChat(tokenizer, _renderer_of(config, tokenizer))
+    try:
+        end = chat.end
+    except ConfigError:  # it does not write what an assistant says
+        return None
+    if end is None or end in stop_ids:
+        return None
+    field = f"generator.stop_token_ids = {[*config.generator.stop_token_ids, end]}"
+    return f"chat: the template ends a turn with {chat.speller.controls[end]}, completions do not; {field} does so"
+
+
+def _renderer_of(config: RunConfig, tokenizer: Tokenizer) -> ChatRenderer:
+    return ChatRenderer(
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
         origin=tokenizer.name_or_path,
         variables=config.prompts.chat_template_kwargs,
     )
-    parse = call_parser(environment.tool_format, tokenizer, tools, renderer)
-    chat = TemplateChat(tokenizer, renderer, tools or None, stop_ids=stop_ids, parse=parse)
-    prove(chat, ("tool",) if environment.tools else None)
-    return chat
 
 
 def build_chats(config: RunConfig, tokenizer: Tokenizer) -> Chats:

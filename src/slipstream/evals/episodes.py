@@ -139,7 +139,7 @@ def _engine(config: RunConfig, tokenizer: Tokenizer, model: Transformer, *, num_
         num_slots=num_slots,
         max_len=max_len,
         seed=config.seed,
-        stop_token_ids=stop_token_ids(tokenizer, generator),
+        stop_token_ids=stop_token_ids(tokenizer, generator, model.config),
         prefill_tokens=generator.prefilled,
         prefill_chunk=generator.prefill_chunk,
         prefix_cache_tokens=generator.prefix_cache_tokens,

@@ -100,7 +100,7 @@ def sample_completions(
     generator = config.generator
     longest = config.prompts.max_prompt_tokens or max((len(prompt.tokens) for prompt in prompts), default=1)
     max_len = min(model.config.max_positions, longest + generator.max_new_tokens)
-    stop_ids = stop_token_ids(tokenizer, generator)
+    stop_ids = stop_token_ids(tokenizer, generator, model.config)
     engine = native_engine(
         model,
         num_slots=num_slots,

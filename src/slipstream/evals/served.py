@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.sections import GeneratorConfig
 from slipstream.environments.asks import Ask, Refused, SamplingWishes, Tell, TurnReply
 from slipstream.evals.chat_text import ChatText, ReadAsk
 from slipstream.evals.decoding import DecodeJob, DecodeThread
@@ -27,6 +28,7 @@ from slipstream.evals.target import ServedTarget
 from slipstream.generator.engine import Engine
 from slipstream.generator.native import native_engine
 from slipstream.generator.requests import Finished, Request
+from slipstream.models.build import stop_token_ids
 from slipstream.models.foreign_text import rehearse_tokenizer
 from slipstream.models.hf import load_model
 from slipstream.models.peft import tokenizer_folder
@@ -220,14 +222,13 @@ def loaded(
             "the model has no room for such contexts", got=f"max_len = {max_len}", allowed=f"2..{shape.max_positions}"
         )
     check_slots(shape, "slots", num_slots, max_len, hint="lower slots or max_len")
-    eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     if template is None and not tokenizer.chat_template:
         template = target.template or "{content}"
     text = ChatText(
         tokenizer,
         template=template,
         tool_format=tool_format,
-        stop_ids=list(dict.fromkeys([*eos, *shape.eos_token_ids, *target.stop_ids])),
+        stop_ids=stop_token_ids(tokenizer, GeneratorConfig(stop_token_ids=list(target.stop_ids)), shape),
         num_ids=shape.vocab_size,
         variables=target.variables,
     )

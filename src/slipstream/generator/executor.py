@@ -43,7 +43,7 @@ from slipstream.generator.outgoing import Ended, Outgoing
 from slipstream.generator.partials import Continued, partial_of, partial_of_finished
 from slipstream.generator.requests import Finished, GenerationEngine, Labelled, Request
 from slipstream.generator.version_swaps import VersionSwaps
-from slipstream.models.build import build_tokenizer, stop_token_ids
+from slipstream.models.build import build_tokenizer, first_shape, stop_token_ids
 from slipstream.observe.waste import RE_PREFILLED
 
 
@@ -72,7 +72,7 @@ class Generator(Executor):
         config = self.config
         torch.set_num_threads(context.num_threads)
         self.tokenizer = build_tokenizer(config.model)
-        self.stop_ids = stop_token_ids(self.tokenizer, config.generator)
+        self.stop_ids = stop_token_ids(self.tokenizer, config.generator, first_shape(config))
         self.spans = Labelled(context.spans)
         self.together = LockStep(context)
         self.backend = self._build_backend()

@@ -33,10 +33,14 @@ def build_tokenizer(config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
+def first_shape(config: RunConfig) -> TransformerConfig:
+    """Return the sizes of the policy; of a stage's checkpoint, those of what that stage starts from."""
+    return shape_of(config.model.model_copy(update={"path": config.first_checkpoint}))
+
+
 def max_positions(config: RunConfig) -> int:
-    """Return the positions of the policy; of a stage's checkpoint, those of what that stage starts from."""
-    path = config.first_checkpoint
-    return config.model.max_positions if path is None else config_from_hf(read_hf_config(Path(path))).max_positions
+    """Return the positions of the policy."""
+    return first_shape(config).max_positions
 
 
 def shape_of(config: ModelConfig) -> TransformerConfig:
@@ -73,7 +77,11 @@ def check_division(config: ModelConfig, ranks: int) -> None:
     local_config(shape_of(config), ranks)
 
 
-def stop_token_ids(tokenizer: Tokenizer, config: GeneratorConfig) -> list[int]:
-    """Tokens that end a completion, ascending: the tokenizer's EOS, unless it shall not, and what the config adds."""
-    ends = config.stop_at_eos and tokenizer.eos_token_id is not None
-    return sorted({*([tokenizer.eos_token_id] if ends else []), *config.stop_token_ids})
+def stop_token_ids(tokenizer: Tokenizer, config: GeneratorConfig, shape: TransformerConfig) -> list[int]:
+    """Return the tokens that end a completion: the tokenizer's EOS and the config's, ascending, then the model's own.
+
+    Without `stop_at_eos` they are the config's alone. Instruction-tuned models name ends that the tokenizer does not.
+    """
+    eos = [] if tokenizer.eos_token_id is None or not config.stop_at_eos else [int(tokenizer.eos_token_id)]
+    more = shape.eos_token_ids if config.stop_at_eos else ()
+    return list(dict.fromkeys([*sorted({*eos, *config.stop_token_ids}), *more]))

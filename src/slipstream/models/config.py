@@ -181,6 +181,7 @@ def config_from_hf(raw: Mapping[str, Any], *, max_positions: int | None = None) 
         )
     try:
         hf: dict[str, Any] = CONFIG_MAPPING[family].from_dict(known_fields(raw)).to_dict()
+        hf["eos_token_id"] = raw.get("eos_token_id")  # a class's default ends no completion of this model
         _check_routing(raw, hf)
         config = _from_hf(family, hf)
     except ConfigError:
@@ -378,20 +379,23 @@ def _defaults(family: str) -> dict[str, Any]:
 
 
 def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope: dict[str, Any] = {"rope_type": "default"}
+    fields: dict[str, Any] = {"rope_theta": config.rope_theta}  # transformers 4 passes over `rope_parameters`
     if config.rope_scaling is not None:
-        rope |= {
+        rope = {
             "rope_type": "llama3",
             "factor": config.rope_scaling.factor,
             "low_freq_factor": config.rope_scaling.low_freq_factor,
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_max_positions,
         }
+        fields["rope_scaling"] = rope
+    fields["rope_parameters"] = rope | {"rope_theta": config.rope_theta}
     if config.family == "gpt_neox":
-        rope["partial_rotary_factor"] = config.rotary_fraction
-        biases = {"attention_bias": config.qkv_bias, "use_parallel_residual": config.parallel_residual}
-        return {"rope_parameters": rope} | biases
-    fields: dict[str, Any] = {"rope_parameters": rope, "num_key_value_heads": config.num_kv_heads}
+        fields["rope_parameters"]["partial_rotary_factor"] = config.rotary_fraction
+        fields |= {"rotary_emb_base": fields.pop("rope_theta"), "rotary_pct": config.rotary_fraction}
+        return fields | {"attention_bias": config.qkv_bias, "use_parallel_residual": config.parallel_residual}
+    fields["num_key_value_heads"] = config.num_kv_heads
     if config.family in ("qwen2", "qwen3"):
         fields |= {"use_sliding_window": False, "layer_types": ["full_attention"] * config.num_layers}
     fields["head_dim"] = config.head_dim

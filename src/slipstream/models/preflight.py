@@ -211,7 +211,7 @@ def check_vocabulary(tokenizer: Tokenizer, shape: TransformerConfig, path: Path)
 
 
 def _check_ends(config: RunConfig, tokenizer: Tokenizer, shape: TransformerConfig) -> None:
-    ends = stop_token_ids(tokenizer, config.generator)
+    ends = stop_token_ids(tokenizer, config.generator, shape)
     allowed = f"0..{shape.vocab_size - 1}, the model's vocabulary"
     if outside := [token for token in ends if not 0 <= token < shape.vocab_size]:
         raise ConfigError(
@@ -223,7 +223,7 @@ def _check_ends(config: RunConfig, tokenizer: Tokenizer, shape: TransformerConfi
     if config.generator.stop_at_eos and not ends and truncate is None:
         raise ConfigError(
             "no token ends a completion",
-            got="a tokenizer without an EOS token, and no generator.stop_token_ids",
+            got="a tokenizer without an EOS token, a model without eos_token_id, and no generator.stop_token_ids",
             allowed="a tokenizer with eos_token, or generator.stop_token_ids = [...]",
             hint="generator.stop_at_eos = false samples max_new_tokens always",
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.core.errors import ConfigError, clip
+from slipstream.models.hf_fields import read_object
 
 if TYPE_CHECKING:  # two seconds of import time, only where a tokenizer is read or written
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -205,9 +206,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """`load_tokenizer` with the errors of the libraries, whatever they are."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    described = path / "tokenizer_config.json"
+    named = read_object(described).get("tokenizer_class") if described.exists() else None
+    if named == "TokenizersBackend" and (path / "tokenizer.json").exists():
+        # tokenizer.json as it is: AutoTokenizer makes a byte-level Qwen2Tokenizer of any that is beside a qwen2.
+        tokenizer = TokenizersBackend.from_pretrained(str(path), local_files_only=True)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # tokenizer_class may name any class of the library
         raise TypeError(f"tokenizer_class makes a {type(tokenizer).__name__}")
     template = tokenizer.chat_template  # saved as it was read, and nobody looks at it before it is used

@@ -40,6 +40,7 @@ from slipstream.core.recipes import policy_flags, resolve, save_config, with_sta
 from slipstream.core.run_log import Snapshot
 from slipstream.core.staleness import oldest_version, place_of
 from slipstream.core.unfinished_messages import Unfinished
+from slipstream.environments.build import missing_end
 from slipstream.environments.checks import Given
 from slipstream.environments.rehearsal import Rehearsal
 from slipstream.models.build import build_tokenizer
@@ -481,7 +482,9 @@ def _build(
     with Rehearsal(local, given.environments, private=private or ()) as rehearsal:
         work, prompts = build_work(local, is_resumed=is_resumed, tools=rehearsal.tools, functions=given.functions)
         if private is not None:
-            rehearsal.play(prompts.all, build_tokenizer(local.model))
+            rehearsal.play(prompts.all, tokenizer := build_tokenizer(local.model))
+            if prompts.eval[0].messages is not None and (note := missing_end(local, tokenizer)):
+                tell(config, given, [note])
         if private is not None and rehearsal.tools and prompts.eval[0].messages is None:
             tell(config, given, ["tools: prompts without a chat template do not show them; demonstrations alone may"])
     if config.prompts.max_prompt_tokens is None:
