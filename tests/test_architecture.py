@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_818
+MAX_LINES = 93_877
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -183,15 +183,15 @@ MAX_LINES_OF_FOLDER = {
     "core": 12_304,
     "environments": 8_191,
     "evals": 2_822,
-    "generator": 10_061,
+    "generator": 10_070,
     "jail": 1_081,
     "jobs": 982,
-    "models": 10_109,
+    "models": 10_122,
     "observe": 10_167,
     "plan": 7_630,
-    "prompts": 1_619,
+    "prompts": 1_644,
     "rewards": 4_072,
-    "stages": 2_999,
+    "stages": 3_011,
     "trainer": 6_630,
     "weight_sync": 3_738,
 }
