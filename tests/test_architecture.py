@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_987
+MAX_LINES = 94_046
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -183,15 +183,15 @@ MAX_LINES_OF_FOLDER = {
     "core": 12_328,
     "environments": 8_214,
     "evals": 2_823,
-    "generator": 10_061,
+    "generator": 10_070,
     "jail": 1_081,
     "jobs": 982,
-    "models": 10_128,
+    "models": 10_141,
     "observe": 10_187,
     "plan": 7_700,
-    "prompts": 1_619,
+    "prompts": 1_644,
     "rewards": 4_072,
-    "stages": 3_001,
+    "stages": 3_013,
     "trainer": 6_630,
     "weight_sync": 3_738,
 }

@@ -167,12 +167,13 @@ def test_completions_and_episodes_are_not_mistaken_for_each_other() -> None:
 def test_text_is_decoded_as_it_was_sampled() -> None:
     """Tokenizers that clean up, Llama's among them, would take spaces out of programs."""
     words = ["print(a,", "'", "'", ",", "b)", "and", "x", "."]
-    backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(dict.fromkeys(words))}))
+    backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(dict.fromkeys([*words, "?"]))}, "?"))
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
     ids = np.array([backend.token_to_id(word) for word in words], np.int32)
     assert tokenizer.decode(ids.tolist()) != " ".join(words), "it cleans up"
-    assert decode_text(tokenizer, ids, []) == " ".join(words)
+    prompt = Prompt(prompt_id="p", text="12", tokens=REQUEST.prompt_tokens, task="t")
+    assert decode_text(tokenizer, ids, [], prompt=prompt) == " ".join(words)
 
 
 def test_an_episode_that_was_over_is_the_same_completion_again() -> None:

@@ -140,6 +140,46 @@ def test_demonstrations_that_cannot_be_split(policy: Path, tmp_path: Path) -> No
         slipstream.run(tables, out=tmp_path / "none", display=False)
 
 
+SAID = {"role": "assistant", "content": "Hello!"}
+
+
+@pytest.mark.parametrize("column", ["completion", "answer"])
+def test_a_completion_may_be_the_assistants_message(column: str, policy: Path, tmp_path: Path) -> None:
+    """TRL's conversational form teaches what the same text teaches."""
+    tokenizer = load_tokenizer(policy)
+    rows = [
+        {"prompt": [{"role": "user", "content": "hi"}], column: [SAID]},
+        {"prompt": [{"role": "user", "content": "ho"}], column: [SAID | {"tool_calls": None}]},
+        {"prompt": "plain", column: "Hello!"},
+        {"messages": [{"role": "user", "content": "hu"}, SAID], column: [{"role": "user", "content": "?"}]},
+    ]
+    sft = {"dataset": write(tmp_path / "rows.jsonl", rows), "completion_column": column}
+    config = resolve({"stages": ["sft"], "model": {"path": "stage:sft"}, "prompts": {"dataset": "d"}, "sft": sft})
+    learned, _ = stage_demonstrations(config, tokenizer)
+    assert [tokenizer.decode(completion) for _, completion in learned] == ["Hello!<eos>"] * 4
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        [],
+        [{"role": "user", "content": "Hello!"}],
+        [{"role": "user", "content": "hi"}, SAID],
+        [SAID | {"content": [{"type": "text", "text": "Hello!"}]}],
+        [SAID | {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}],
+        SAID,
+        ["Hello!"],
+    ],
+)
+def test_a_completion_that_is_no_text_and_no_answer_is_refused(completion: object, tmp_path: Path) -> None:
+    """Its JSON would be learned."""
+    rows = [{"prompt": "p", "completion": "Hello!"}, {"prompt": "q", "completion": completion}]
+    sft = {"dataset": write(tmp_path / "rows.jsonl", rows)}
+    config = resolve({"stages": ["sft"], "model": {"path": "stage:sft"}, "prompts": {"dataset": "d"}, "sft": sft})
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: the completion is neither text nor"):
+        stage_demonstrations(config, char_tokenizer())
+
+
 @pytest.mark.parametrize(
     ("source", "own", "found"),
     [

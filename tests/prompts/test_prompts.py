@@ -663,6 +663,21 @@ def test_a_template_writes_no_none(tokenizer: PreTrainedTokenizerFast, tmp_path:
         check_demonstrations(config.model_copy(update={"warm_start": learned}), made.all)
 
 
+def test_the_assistants_message_as_an_answer_is_its_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """TRL's conversational form: a warm start and references have no JSON. Other lists stay JSON, for rewards."""
+    said = {"role": "assistant", "content": "Hello!"}
+    answers = [[said], [said, said], [{"role": "user", "content": "?"}], [1, "2"], {"a": 1}]
+    rows: list[dict[str, object]] = [{"prompt": f"p{n}", "completion": answer} for n, answer in enumerate(answers)]
+    given: dict[str, Any] = {"dataset": write_rows(tmp_path / "a.jsonl", rows), "answer_column": "completion"}
+    prompts = sorted(build_prompts(run_config(**given, num_eval=1), tokenizer).all, key=lambda prompt: prompt.text)
+    assert [prompt.columns["completion"] for prompt in prompts] == answers
+    assert [prompt.answer for prompt in prompts] == ["Hello!", *map(json.dumps, answers[1:])]
+    [(_, learned)] = demonstrations(WarmStartConfig(), prompts[:1], CharTokenizer(), seed=0)
+    assert CharTokenizer().decode(learned.tolist()) == "Hello!<eos>"
+    [reference] = reference_completions("{answer}", prompts[:1], CharTokenizer())
+    assert CharTokenizer().decode(reference.segments[0].tokens.tolist()) == "Hello!<eos>"
+
+
 def test_a_long_post_loses_its_last_lines_and_then_characters(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

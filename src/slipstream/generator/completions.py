@@ -11,7 +11,7 @@ from slipstream.core.sections import GeneratorConfig, RewardsConfig
 from slipstream.core.types import Completion, Prompt, Segment
 from slipstream.generator.episodes import EndedEpisode
 from slipstream.generator.requests import Finished, Request, segment_of
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, puts_space_first
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
 """Streams of noise: training and evaluations count their ordinals apart, so their noise is keyed apart."""
@@ -68,7 +68,7 @@ def completion_of(
         sample=item.sample,
         prompt=prompt,
         segments=(segment_of(item),),
-        text=decode_text(tokenizer, scored, stop_ids),
+        text=decode_text(tokenizer, scored, stop_ids, prompt=prompt),
         finish_reason=item.finish_reason,
         replica=replica,
         purpose="train" if eval_id < 0 else "eval",
@@ -83,7 +83,7 @@ def completion_of_episode(ended: EndedEpisode, *, tokenizer: Tokenizer, replica:
     episode = ended.episode
     segments = tuple(episode.segments) or (Segment(tokens=np.zeros(0, dtype=np.int32)),)
     trunk = itertools.takewhile(lambda one: not one.begins, segments)
-    text = _decoded(tokenizer, np.concatenate([one.tokens for one in trunk]).tolist())
+    text = _decoded(tokenizer, np.concatenate([one.tokens for one in trunk]).tolist(), episode.prompt)
     return Completion(
         ordinal=episode.request.ordinal,
         sample=episode.request.sample,
@@ -100,16 +100,27 @@ def completion_of_episode(ended: EndedEpisode, *, tokenizer: Tokenizer, replica:
     )
 
 
-def decode_text(tokenizer: Tokenizer, tokens: np.ndarray, stop_ids: list[int]) -> str:
-    """Return the text of a completion, without its stop token and other special tokens."""
+def decode_text(tokenizer: Tokenizer, tokens: np.ndarray, stop_ids: list[int], *, prompt: Prompt) -> str:
+    """Return the text of a completion of `prompt`, without its stop token and other special tokens."""
     ids = tokens.tolist()
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
-    return _decoded(tokenizer, ids)
+    return _decoded(tokenizer, ids, prompt)
 
 
-def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Return the text of tokens as it was sampled, but for special ones: the usual clean-up would change programs."""
+def _decoded(tokenizer: Tokenizer, ids: list[int], prompt: Prompt) -> str:
+    """Return the text of tokens as it was sampled, but for special ones: the usual clean-up would change programs.
+
+    Decoders of SentencePiece's tokenizers strip a space at the start of a text: of an answer in a chat, but not of what
+    goes on behind a plain prompt.
+    """
+    goes_on = prompt.messages is None and puts_space_first(tokenizer)
+    anchor = tokenizer.encode("a", add_special_tokens=False)[-1:] if goes_on else []
+    text = _plain_text(tokenizer, [*anchor, *ids])
+    return text[len(_plain_text(tokenizer, anchor)) :] if anchor else text
+
+
+def _plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

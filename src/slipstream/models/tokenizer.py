@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,7 @@ class Tokenizer(Protocol):
     @property
     def special_tokens_map(self) -> Any: ...
     def __len__(self) -> int: ...
+    def __hash__(self) -> int: ...
     def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(
@@ -222,6 +224,17 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if not all(isinstance(one, str) for one in templates):
         raise TypeError(f"chat_template is no text, and no table of texts: {clip(template, 60)}")
     return tokenizer
+
+
+@lru_cache(maxsize=8)
+def puts_space_first(tokenizer: Tokenizer) -> bool:
+    """Tell whether a text that is encoded alone begins with a space of its own, as with SentencePiece's tokenizers.
+
+    They have another token for `a` behind a line break. Most strip that space when they decode.
+    """
+    line_break, alone, behind = tokenizer(["\n", "a", "\na"], add_special_tokens=False)["input_ids"]
+    start, rest = behind[: len(line_break)], behind[len(line_break) :]
+    return bool(start == line_break and rest not in ([], alone))
 
 
 class TokenTexts:

@@ -337,7 +337,7 @@ def demonstrations(
     chosen = prompts[: config.num_demonstrations]
     texts, places = _demonstrated_texts(config, chosen, seed, prompt_column)
     check_alphabet(tokenizer, zip(places, texts, strict=True))
-    return list(zip((prompt.tokens for prompt in chosen), ended(texts, tokenizer), strict=True))
+    return list(zip((prompt.tokens for prompt in chosen), ended(texts, chosen, tokenizer), strict=True))
 
 
 def check_demonstrations(config: RunConfig, prompts: Sequence[Prompt]) -> None:

@@ -264,9 +264,19 @@ def row_of(record: Mapping[str, Any], config: PromptsConfig, *, template: Templa
 
 
 def _text_of(answer: Any) -> str:
-    """An answer that is no text: a number in decimals (0.00001, where JSON has 1e-05), else as JSON."""
+    """An answer that is no text: a number in decimals (0.00001, where JSON has 1e-05), `said_alone`, else as JSON."""
+    if (said := said_alone(answer)) is not None:
+        return said
     is_number = isinstance(answer, float) and math.isfinite(answer)
     return f"{Decimal(repr(answer)):f}" if is_number else json.dumps(answer, ensure_ascii=False)
+
+
+def said_alone(answer: Any) -> str | None:
+    """Return the text of a chat that is one message of the assistant, as TRL writes completions; None for all else."""
+    match answer:
+        case [{"role": "assistant", "content": str(text), **others}] if not others.get("tool_calls"):
+            return text
+    return None
 
 
 def split_chat(record: Mapping[str, Any], config: PromptsConfig, *, where: str) -> dict[str, Any]:

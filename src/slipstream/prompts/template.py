@@ -17,7 +17,7 @@ from slipstream.core.plain import shortened
 from slipstream.core.sections import PromptsConfig
 from slipstream.core.types import Prompt
 from slipstream.models.foreign_text import ChatRenderer
-from slipstream.models.tokenizer import check_alphabet
+from slipstream.models.tokenizer import check_alphabet, puts_space_first
 from slipstream.prompts.rows import PromptRow, columns_key, id_of, row_key
 
 if TYPE_CHECKING:
@@ -266,11 +266,26 @@ class Encoder:
         return self._renderer.render(chats, tools=self._tools)
 
 
-def ended(completions: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Return the tokens int32 [T] of texts of `completions`, each ended by the tokenizer's EOS, where it has one.
+def ended(completions: Sequence[str], prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Return the tokens int32 [T] of texts behind `prompts`, each ended by the tokenizer's EOS, where it has one.
 
-    Some data has it in its texts: these get no second one.
+    Some data has it in its texts: these get no second one. SentencePiece's tokenizers put a space in front of a text;
+    it is kept where `_is_spaced`.
     """
     ids = tokenizer(list(completions), add_special_tokens=False)["input_ids"] if completions else []
+    if completions and puts_space_first(tokenizer):
+        texts = ["\n", *(f"\n{text}" for text in completions)]
+        first, *behind = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for i, (prompt, both) in enumerate(zip(prompts, behind, strict=True)):
+            if both[: len(first)] == first and not _is_spaced(prompt, tokenizer):
+                ids[i] = both[len(first) :]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [np.asarray(one if one[-1:] == end else one + end, dtype=np.int32) for one in ids]
+
+
+def _is_spaced(prompt: Prompt, tokenizer: Tokenizer) -> bool:
+    """Tell whether chat templates write a space between `prompt` and an answer: `[/INST] yes`, `ASSISTANT: yes`.
+
+    They write none behind a line break, such as that of `<|assistant|>`; a plain prompt is followed by nothing else.
+    """
+    return prompt.messages is not None and bool(tokenizer.decode(prompt.tokens[-1:].tolist()).strip())

@@ -72,7 +72,9 @@ def reference_completions(reference: str, prompts: Sequence[Prompt], tokenizer: 
             text=text,
             finish_reason="stop",
         )
-        for ordinal, (prompt, text, tokens) in enumerate(zip(prompts, texts, ended(texts, tokenizer), strict=True))
+        for ordinal, (prompt, text, tokens) in enumerate(
+            zip(prompts, texts, ended(texts, prompts, tokenizer), strict=True)
+        )
     ]
 
 

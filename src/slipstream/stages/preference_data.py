@@ -196,9 +196,10 @@ def read_dataset(
         labels.append(label)
     texts = [text for label in labels for text in label.completions]
     check_alphabet(tokenizer, ((f"a completion of '{source}'", text) for text in texts))
-    tokens = iter(ended(texts, tokenizer))
     prompts = encoder.encode(rows)
     encoder.check(prompts)
+    before = [prompt for prompt, label in zip(prompts, labels, strict=True) for _ in label.completions]
+    tokens = iter(ended(texts, before, tokenizer))
     found = []
     for prompt, label in zip(prompts, labels, strict=True):
         candidates = tuple(scored_tokens(next(tokens), config.rewards) for _ in label.completions)

@@ -15,13 +15,14 @@ from slipstream.batching import collate
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.jsonl import JsonlWriter
+from slipstream.core.plain import shortened
 from slipstream.core.stage_sections import WarmStartConfig
 from slipstream.core.types import Prompt
 from slipstream.models.build import build_policy
 from slipstream.models.hf import save_model
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.prompts import build_prompts, demonstrations
-from slipstream.prompts.dataset import read_records, row_of
+from slipstream.prompts.dataset import read_records, row_of, said_alone
 from slipstream.prompts.template import Encoder, Template
 from slipstream.stages.completions import split_by_prompt
 from slipstream.stages.progress import StageProgress, StageTimes, fresh_folder, write_record
@@ -149,6 +150,14 @@ def _prompts_of_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[P
     rows = []
     name, split = sft.dataset_config or config.prompts.config_of(source), sft.dataset_split or reading.dataset_split
     for where, record in read_records(source, name, split):
+        completion = record.get(sft.completion_column)
+        if isinstance(completion, list | dict) and not record.get(sft.messages_column):
+            if (said := said_alone(completion)) is None:
+                what, got = f"{where}: the completion is neither text nor the assistant's message", repr(completion)
+                allowed = "a text, or [{'role': 'assistant', 'content': text}]"
+                hint = f"sft.messages_column names whole chats; now '{sft.messages_column}'"
+                raise ConfigError(what, got=shortened(got, 80), allowed=allowed, hint=hint)
+            record = {**record, sft.completion_column: said}
         row = row_of(record, reading, template=template, where=where)
         if row is not None and row.answer is None:
             allowed = f"a column '{sft.completion_column}', or chats in '{sft.messages_column}'"
