@@ -312,6 +312,28 @@ def test_limits_refuse_a_turn_and_leave_the_agent_its_last_word() -> None:
     assert (over.record.is_cut, over.record.reward) == (True, 1.0)
 
 
+def test_an_agent_that_gets_a_turn_behind_a_refused_one_is_not_cut() -> None:
+    """It goes on with a shorter chat; what breaks it then is no limit, and it begins again."""
+    table = opened(max_len=8, max_episode_tokens=1_000, max_turns=9)
+    ask(table, 1, user(50))
+    turn(table, 1, [1])
+    act = ask(table, 2, user(*range(50, 59)))
+    assert isinstance(act.reply, Refused)
+    assert act.reply.code == "context_length_exceeded"
+    assert "over" not in str(act.reply)
+    shorter = ask(table, 3, user(51))
+    turn(table, 1, [2], branch=shorter.branch)
+    [again] = table.failed(Lost(KEY, "it broke", is_guilty=True), 0.0)
+    assert isinstance(again, Open)
+    for request, messages in enumerate(([user(50)], [user(*range(50, 59))], [user(51)]), 4):
+        act = ask(table, request, *messages)
+        if isinstance(act, Observation):
+            turn(table, 1, [3], branch=act.branch, life=act.life)
+    [*_, over] = table.ended(LastWord(KEY, 1.0), 0.0)
+    assert (over.record.is_cut, len(over.record.branches), table.counts["refused"]) == (False, 1, 2)
+    assert table.counts["cut"] == 0
+
+
 def test_an_agent_that_does_not_bear_a_limit_is_cut_and_does_not_begin_again() -> None:
     table = opened(episode_limit_s=5.0)
     ask(table, 1, user(50))

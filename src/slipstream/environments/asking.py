@@ -36,12 +36,13 @@ def admitted(episode: KnownEpisode, asked: Asked, limits: EpisodeLimits, chats: 
     room = limits.room(num_context, num_behind)
     wish = ask.wishes.max_tokens
     _check_limits(episode, limits, now_s, room=room, num_context=num_context, num_behind=num_behind)
+    episode.is_cut = False  # it was refused a turn before, and went on in another way
     if is_new:
         episode.branches.append(branch)
     elif branch.number == 0 and not branch.turn:
         episode.branches[0] = branch
     branch.given, branch.history = given, history
-    branch.request, branch.is_sampling = asked.request, True
+    branch.request, branch.is_sampling, branch.asks_text = asked.request, True, ask.messages is None
     branch.num_asked = room if wish is None else min(room, max(1, wish))
     branch.is_wished = branch.num_asked < room
     return branch
@@ -53,9 +54,9 @@ def _check_limits(
     """Raise Refused, and call the episode cut, where one of its limits is reached."""
     reached = None
     if episode.num_begun >= limits.max_turns:
-        reached = f"environment.max_turns = {limits.max_turns}", "max_turns"
+        reached = f"the episode is over: environment.max_turns = {limits.max_turns}", "max_turns"
     elif now_s - episode.started_s > limits.episode_limit_s:
-        reached = f"environment.episode_limit_s = {limits.episode_limit_s:g}", "episode_limit"
+        reached = f"the episode is over: environment.episode_limit_s = {limits.episode_limit_s:g}", "episode_limit"
     elif room < 1:
         reached = (
             f"{num_context:,} tokens of context leave no room for a turn: at most {limits.max_len:,} fit, and an "
@@ -65,7 +66,7 @@ def _check_limits(
         )
     if reached is not None:
         episode.is_cut = True
-        raise Refused(f"the episode is over: {reached[0]}", code=reached[1])
+        raise Refused(reached[0], code=reached[1])
 
 
 def _placed(
@@ -131,7 +132,7 @@ def reply_to(episode: KnownEpisode, branch: Branch, turn: TurnSampled) -> TurnRe
     segment = turn.segment
     assert segment is not None, "a turn was sampled"
     assert segment.behaviour_logprobs is not None, "a turn was sampled"
-    said = branch.chat.plain_message(segment.tokens) if branch.by_ids else branch.chat.message(segment.tokens)
+    said = branch.chat.plain_message(segment.tokens) if branch.asks_text else branch.chat.message(segment.tokens)
     calls: list[dict[str, Any]] = said.get("tool_calls", [])
     for call in calls:
         call["id"] = f"call_{episode.turn}_{call['id'].rpartition('_')[2]}"

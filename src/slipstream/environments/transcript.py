@@ -44,7 +44,8 @@ class Branch:
 
     `history` are the messages of the whole branch, known by their ids; those of a branch that was asked for by ids are
     for people only. `ends` are the numbers of messages up to the end of each turn. `request` is the agent's number of
-    what is being sampled, and `num_asked` the most tokens that it may have: fewer than the limits left, if `is_wished`.
+    what is being sampled, by ids or a text if `asks_text`, and `num_asked` the most tokens that it may have: fewer than
+    the limits left, if `is_wished`.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Branch:
     is_moved: bool = True  # the replica knows nothing of it: the next observation brings all
     is_sampling: bool = False
     request: int = -1
+    asks_text: bool = False
     num_asked: int = 0
     is_wished: bool = False
 
