@@ -732,6 +732,26 @@ def test_a_template_that_leaves_out_the_text_beside_calls() -> None:
     assert not check_read(play, number, [])
 
 
+def test_one_process_runs_the_template_for_all_lists_of_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one imports for seconds, and all episodes wait meanwhile."""
+    started: list[Any] = []
+
+    class Counted(LocalRenderer):
+        def __init__(self, *of: Any, **named: Any) -> None:
+            super().__init__(*of, **named)
+            started.append(self)
+
+    monkeypatch.setattr(build, "ChatRenderer", Counted)
+    tokenizer = spoken("qwen2.5").tokenizer
+    config = resolve({"environment": {"agent": "agent.py:run", "tool_format": "hermes"}} | TASK)
+    chats = build.build_chats(config, tokenizer)
+    for tools in (TOOLS, OTHER_TOOLS, []):
+        _, chat = chats.of(list(tools))
+        text = chat.context(ROW, [user("q")]).text
+        assert text == text_by_transformers(tokenizer, [user("q")], list(tools) or None)
+    assert len(started) == 1
+
+
 @pytest.mark.parametrize("has_template", [False, True])
 def test_texts_and_chats_begin_as_rows_do(has_template: bool) -> None:
     """A tokenizer that begins texts with BOS: an agent's begin with one, and only there."""

@@ -14,7 +14,7 @@ from slipstream.environments.answers import Asked
 from slipstream.environments.asks import Ask, Refused, TurnReply, plain
 from slipstream.environments.known_episode import EpisodeLimits, KnownEpisode
 from slipstream.environments.protocol import ChatMessage
-from slipstream.environments.transcript import Branch, Chats, find, find_ids, no_tokens
+from slipstream.environments.transcript import Branch, Chats, find, find_ids, key_of, no_tokens
 
 
 def admitted(episode: KnownEpisode, asked: Asked, limits: EpisodeLimits, chats: Chats, now_s: float) -> Branch:
@@ -75,12 +75,12 @@ def _placed(
     """Return the branch of a request, the tokens given behind its last turn, and its messages so far."""
     if ask.messages is None:
         return _placed_by_ids(episode, ask, chats, limits)
-    tools, chat = chats.of(ask.tools)
-    place = find(episode.branches, ask.messages, tools)
+    place = find(episode.branches, ask.messages, key_of(ask.tools))
     if place is None:
+        _, chat = chats.of(ask.tools)
         prompt = chat.context(episode.row, ask.messages)
         return _new(episode, prompt, chats, ask), no_tokens(), ask.messages
-    branch, rest = place.branch, place.rest
+    branch, chat, rest = place.branch, place.branch.chat, place.rest
     given = chat.observation(branch.turn_ids(place.turn), rest)
     if place.is_at_end:
         return branch, given, [*branch.history, *rest]

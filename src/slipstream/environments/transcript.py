@@ -196,6 +196,11 @@ def _text_of(call: dict[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)
 
 
+def key_of(tools: list[dict[str, Any]]) -> str:
+    """Return what tells this list of tools from others."""
+    return msgspec.json.encode(tools, order="sorted").decode() if tools else ""
+
+
 class Chats:
     """The chat of each list of tools, made by `make` when it is first asked for; the last used ones are kept."""
 
@@ -204,8 +209,8 @@ class Chats:
         self._chats: OrderedDict[str, Chat] = OrderedDict()
 
     def of(self, tools: list[dict[str, Any]]) -> tuple[str, Chat]:
-        """Return what tells this list of tools from others, and its chat. ConfigError where there can be none."""
-        key = msgspec.json.encode(tools, order="sorted").decode() if tools else ""
+        """Return the `key_of` tools, and their chat. ConfigError where there can be none."""
+        key = key_of(tools)
         chat = self._chats.get(key)
         if chat is None:
             chat = self._chats[key] = self._make(tools or None)
