@@ -26,6 +26,7 @@ from slipstream.rewards.awaited import LoopScorer, Seat
 from slipstream.rewards.calls import Scoring, await_function, call_function, is_async
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.inline import CallableScorer
+from slipstream.rewards.logged import CURRENT
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob, RewardGroupJob
 
@@ -117,6 +118,45 @@ def test_coroutines_are_awaited_together_on_one_loop(tmp_path: Path) -> None:
     rollouts = rewards_of({"first": first, "second": functools.partial(Second())}, tmp_path)
     assert [one.reward for one in rollouts] == [2.0 * i for i in range(8)]
     assert len(loops) == 1
+
+
+def test_what_belongs_to_the_loop_can_be_used_by_the_next_scorer(tmp_path: Path) -> None:
+    """A client that is made in the dry call serves the run, and evaluations behind it."""
+    made: list[Any] = []
+
+    async def reward(completions: list[str], **_: Any) -> list[float]:
+        made.append(asyncio.get_running_loop())
+        ready = made[0].create_future()  # as a client's connection waits for an answer
+        made[0].call_later(0.001, ready.set_result, 1.0)
+        return [await ready]
+
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        rollouts = rewards_of({"f": reward}, tmp_path / str(number))
+        assert [one.failure for one in rollouts] == [None] * 8
+
+
+def test_what_belongs_to_the_loop_of_a_thread_can_be_used_by_its_next_call(tmp_path: Path) -> None:
+    """A `def` that returns a coroutine; what each call logs is its own."""
+    made, threads = list[Any](), set[threading.Thread]()
+
+    async def awaited(completions: list[str]) -> list[float]:
+        threads.add(threading.current_thread())
+        made.append(asyncio.get_running_loop())
+        ready = made[0].create_future()
+        made[0].call_later(0.001, ready.set_result, float(len(completions[0])))
+        CURRENT.get().log_metric("length", await ready)
+        return [0.0]
+
+    def reward(completions: list[str], **_: Any) -> Any:
+        return awaited(completions)
+
+    rollouts = rewards_of({"f": reward}, tmp_path, num_threads=1)
+    assert [one.failure for one in rollouts] == [None] * 8
+    assert [one.logged for one in rollouts] == [{"length": float(i)} for i in range(8)]
+    [thread] = threads
+    thread.join(GENEROUS_S)
+    assert made[0].is_closed(), "it ends with its thread"
 
 
 def test_what_a_coroutine_logs_is_of_its_own_completion(tmp_path: Path) -> None:

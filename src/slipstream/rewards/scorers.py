@@ -82,7 +82,9 @@ class Scorers:
             )
         awaited = {place: self._seat(term, function) for place, term, function in own if place != THREADS}
         judging = {place: judge.seat for place, judge in self._judges.items()}
-        self._loops = [LoopScorer(seats, clock=clock) for seats in (awaited, judging) if seats]
+        self._loops = [
+            LoopScorer(seats, clock=clock, keeps_loop=seats is awaited) for seats in (awaited, judging) if seats
+        ]
         self._loop_of = {place: loop for loop in self._loops for place in loop.places}
         if len(own) < len(terms):
             try:
