@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_829
+MAX_LINES = 93_907
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -181,8 +181,8 @@ MAX_LINES_OF_FOLDER = {
     "batching": 445,
     "controller": 6_419,
     "core": 12_315,
-    "environments": 8_191,
-    "evals": 2_822,
+    "environments": 8_232,
+    "evals": 2_825,
     "generator": 10_061,
     "jail": 1_081,
     "jobs": 982,
@@ -190,7 +190,7 @@ MAX_LINES_OF_FOLDER = {
     "observe": 10_167,
     "plan": 7_630,
     "prompts": 1_619,
-    "rewards": 4_072,
+    "rewards": 4_106,
     "stages": 2_999,
     "trainer": 6_630,
     "weight_sync": 3_738,
