@@ -20,6 +20,7 @@ from slipstream.environments.asks import Ask, Refused, SamplingWishes, TurnReply
 from slipstream.environments.chat import PlainChat
 from slipstream.environments.episodes import EpisodeTable, Give, Open, Shut, Sources
 from slipstream.environments.known_episode import EpisodeLimits, Key
+from slipstream.environments.transcript import MAX_CHATS, Chats
 from slipstream.models.tokenizer import CharTokenizer
 
 Messages = list[dict[str, Any]]
@@ -199,9 +200,9 @@ def test_what_agents_were_told_is_what_is_trained(
 KEY = (-1, 3, 1)
 
 
-def opened(chat: Any = None, **limits: Any) -> EpisodeTable:
+def opened(chat: Any = None, *, chats: Chats | None = None, **limits: Any) -> EpisodeTable:
     limits = {**vars(LIMITS), **limits}
-    table = EpisodeTable(EpisodeLimits(**limits), chat or PlainNumbers(), Sources(("",), (1.0,)))
+    table = EpisodeTable(EpisodeLimits(**limits), chat or PlainNumbers(), Sources(("",), (1.0,)), chats=chats)
     [act] = table.sampled(TurnSampled(ordinal=3, sample=1, replica=0, turn=0, prompt=prompt(3)), 0.0)
     assert isinstance(act, Open)
     return table
@@ -291,6 +292,27 @@ def test_a_turn_without_text_that_a_client_leaves_out_makes_no_fork() -> None:
     assert over.record.messages[0] == {"role": "assistant", "content": ""}, "it was a turn all the same"
 
 
+def test_a_chat_that_goes_on_is_not_made_again_however_many_lists_of_tools_there_are() -> None:
+    made: list[Any] = []
+
+    def make(tools: Any) -> Any:
+        made.append(tools)
+        return PlainNumbers()
+
+    tools = [
+        [{"type": "function", "function": {"name": f"f{number}", "parameters": {}}}] for number in range(MAX_CHATS + 1)
+    ]
+    chats = Chats(make)
+    table = opened(max_turns=9, chats=chats)
+    ask(table, 1, user(50), tools=tools[0])
+    said = turn(table, 1, [1]).message
+    for other in tools[1:]:  # of other episodes
+        chats.of(other)
+    following = ask(table, 2, user(50), said, user(51), tools=tools[0])
+    assert (following.branch, following.tokens.tolist()) == (0, [51])
+    assert len(made) == len(tools)
+
+
 def test_equal_requests_at_once_are_branches_of_their_own() -> None:
     table = opened()
     branches = [ask(table, number, user(50)).branch for number in (1, 2, 3)]
@@ -310,6 +332,28 @@ def test_limits_refuse_a_turn_and_leave_the_agent_its_last_word() -> None:
     assert isinstance(over, Observation)
     assert over.record is not None
     assert (over.record.is_cut, over.record.reward) == (True, 1.0)
+
+
+def test_an_agent_that_gets_a_turn_behind_a_refused_one_is_not_cut() -> None:
+    """It goes on with a shorter chat; what breaks it then is no limit, and it begins again."""
+    table = opened(max_len=8, max_episode_tokens=1_000, max_turns=9)
+    ask(table, 1, user(50))
+    turn(table, 1, [1])
+    act = ask(table, 2, user(*range(50, 59)))
+    assert isinstance(act.reply, Refused)
+    assert act.reply.code == "context_length_exceeded"
+    assert "over" not in str(act.reply)
+    shorter = ask(table, 3, user(51))
+    turn(table, 1, [2], branch=shorter.branch)
+    [again] = table.failed(Lost(KEY, "it broke", is_guilty=True), 0.0)
+    assert isinstance(again, Open)
+    for request, messages in enumerate(([user(50)], [user(*range(50, 59))], [user(51)]), 4):
+        act = ask(table, request, *messages)
+        if isinstance(act, Observation):
+            turn(table, 1, [3], branch=act.branch, life=act.life)
+    [*_, over] = table.ended(LastWord(KEY, 1.0), 0.0)
+    assert (over.record.is_cut, len(over.record.branches), table.counts["refused"]) == (False, 1, 2)
+    assert table.counts["cut"] == 0
 
 
 def test_an_agent_that_does_not_bear_a_limit_is_cut_and_does_not_begin_again() -> None:

@@ -685,6 +685,27 @@ def test_a_malformed_call_that_is_sent_back_is_the_turn_that_was_sampled() -> No
     assert len(play.reader.read) == 1
 
 
+def test_ids_behind_a_chat_get_the_whole_text_and_the_chat_keeps_what_was_sampled() -> None:
+    play, call = Play(spoken("qwen2.5")), '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    encode, eos = play.speech.encode, play.speech.tokenizer.eos_token_id
+
+    def answer(body: Json, ids: Ids) -> Turn:
+        number = play.ask(body)
+        assert isinstance(number, int)
+        return play.sample(number, [*ids, eos], is_stopped=True)
+
+    odd = [token for letter in "It is 12." for token in encode(letter)]
+    assert odd != encode("It is 12."), "no tokenizer makes them of the text"
+    first = answer(body_of(user("q")), odd)
+    behind = [*first.read, *first.sampled]
+    second = answer({"model": "policy", "prompt": [*behind, *encode("\nMore?\n")]}, encode(call))
+    assert second.answer["choices"][0]["text"] == call
+    third = answer(body_of(user("q"), first.answer["choices"][0]["message"], user("Sure?")), encode(call))
+    assert third.answer["choices"][0]["message"]["tool_calls"]
+    assert third.read[: len(behind)] == behind
+    assert len(play.reader.read) == 2, "the ids go on with the chat; what it says next is a fork"
+
+
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3.1"])
 def test_tools_cannot_spell_out_control_tokens(name: str) -> None:
     """A template writes them as its own text."""
@@ -709,6 +730,26 @@ def test_a_template_that_leaves_out_the_text_beside_calls() -> None:
     number = play.ask(body_of(user("q"), said, {"role": "tool", "tool_call_id": "c", "content": "x"}))
     assert isinstance(number, int)
     assert not check_read(play, number, [])
+
+
+def test_one_process_runs_the_template_for_all_lists_of_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one imports for seconds, and all episodes wait meanwhile."""
+    started: list[Any] = []
+
+    class Counted(LocalRenderer):
+        def __init__(self, *of: Any, **named: Any) -> None:
+            super().__init__(*of, **named)
+            started.append(self)
+
+    monkeypatch.setattr(build, "ChatRenderer", Counted)
+    tokenizer = spoken("qwen2.5").tokenizer
+    config = resolve({"environment": {"agent": "agent.py:run", "tool_format": "hermes"}} | TASK)
+    chats = build.build_chats(config, tokenizer)
+    for tools in (TOOLS, OTHER_TOOLS, []):
+        _, chat = chats.of(list(tools))
+        text = chat.context(ROW, [user("q")]).text
+        assert text == text_by_transformers(tokenizer, [user("q")], list(tools) or None)
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("has_template", [False, True])

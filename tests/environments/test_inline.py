@@ -112,6 +112,43 @@ def test_its_messages_are_copies(make_inline: MakePool) -> None:
     assert pool.isolation == frozenset()
 
 
+class Board:
+    """Plays on what it was given, and on the policy's message."""
+
+    def reset(self, board: list[list[str]], prompt: list[dict[str, Any]]) -> str:
+        self.board = board
+        prompt.append({"role": "user", "content": "more"})
+        return f"{len(prompt)} {board}"
+
+    def step(self, message: dict[str, Any]) -> Step:
+        self.board[0][0] = "X"
+        message["content"] = "mine"
+        return Step(f"{self.board}")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_it_is_given_is_its_own(make_inline: MakePool, monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:
+    """A prompt's columns are those of all samples, of the trial before a run and of evaluations."""
+
+    class AsyncBoard(Board):
+        async def reset(self, **columns: Any) -> str:  # type: ignore[override]
+            return super().reset(**columns)
+
+        async def step(self, message: dict[str, Any]) -> Step:  # type: ignore[override]
+            return super().step(message)
+
+    monkeypatch.setattr(hosted_environments, "Board", AsyncBoard if is_async else Board, raising=False)
+    pool = make_inline("Board")
+    columns = {"board": [["."]], "prompt": [{"role": "user", "content": "q"}]}
+    message = {"role": "assistant", "content": "X"}
+    for key in ("a", "b"):
+        assert text(opened(pool, [key], 0, **columns)[key]) == "2 [['.']]"
+        pool.take(key, 1, message)
+        assert text(wait_for(pool, 1)[0]) == "[['X']]"
+    assert columns == {"board": [["."]], "prompt": [{"role": "user", "content": "q"}]}
+    assert message == {"role": "assistant", "content": "X"}, "a record shows what was sampled"
+
+
 MEETING = threading.Barrier(2, timeout=20.0)
 """Two episodes that are called at the same time get on; one that holds up the other breaks it."""
 

@@ -120,7 +120,16 @@ def test_a_chat_as_clients_send_it() -> None:
                 "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
             }
         ],
-        wishes=SamplingWishes(max_tokens=6, temperature=1.0, top_p=0.5, top_k=0, min_p=0.1, seed=3, stop=("END",)),
+        wishes=SamplingWishes(
+            max_tokens=6,
+            temperature=1.0,
+            top_p=0.5,
+            top_k=0,
+            min_p=0.1,
+            seed=3,
+            stop=("END",),
+            unmet=("frequency_penalty",),
+        ),
     )
 
 
@@ -157,6 +166,40 @@ def test_tools_are_not_shown_where_none_may_be_called() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert chat(tools=[tool], tool_choice="none").tools == []
     assert chat(tools=[tool], tool_choice=None).tools == [tool]
+
+
+def test_fields_that_no_sampler_here_meets_are_told_unless_they_change_nothing() -> None:
+    neutral = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": None,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "stop_token_ids": [],
+        "guided_choice": None,
+        "guided_json": {},
+        "parallel_tool_calls": True,
+        "add_generation_prompt": True,
+        "reasoning_effort": "medium",
+    }
+    assert chat(**neutral).wishes == completions_ask({"prompt": "a", **neutral}).wishes == SamplingWishes()
+    changing = {
+        "frequency_penalty": -0.5,
+        "presence_penalty": 1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 4,
+        "ignore_eos": True,
+        "stop_token_ids": [0],
+        "guided_choice": ["a"],
+        "guided_json": {"type": "object"},
+        "guided_regex": "[0-9]",
+        "structured_outputs": {"regex": "a"},
+        "parallel_tool_calls": False,
+        "add_generation_prompt": False,
+        "reasoning_effort": "high",
+    }
+    assert set(chat(**changing).wishes.unmet) == changing.keys()
+    assert set(completions_ask({"prompt": "a", **changing}).wishes.unmet) == changing.keys()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +304,7 @@ def test_forms_of_responses() -> None:
 KEYS = st.sampled_from(
     [*"role content tool_calls id type function name arguments tool_call_id text".split()]  # noqa: SIM905
     + [*"messages tools parameters description prompt n stop stream stream_options include_usage".split()]  # noqa: SIM905
-    + ["logprobs", "tool_choice", "temperature", "seed", "max_tokens", "response_format"]
+    + ["logprobs", "tool_choice", "temperature", "seed", "max_tokens", "response_format", "bad_words", "verbosity"]
 )
 WORDS = st.sampled_from(["user", "assistant", "tool", "system", "function", "text", "auto", "{}", '{"a": 1}', "\ud800"])
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5)

@@ -229,6 +229,14 @@ def test_lengths(serving: Serving) -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
+def test_fields_that_would_change_the_answer_are_refused_by_name(serving: Serving) -> None:
+    plain = ask(serving, "hi", temperature=0, max_tokens=5, frequency_penalty=0, extra={"repetition_penalty": 1.0})
+    assert plain.usage.completion_tokens == 5
+    for request in (ask, complete):
+        with pytest.raises(openai.BadRequestError, match="not supported: presence_penalty, min_tokens; the answer"):
+            request(serving, "hi", temperature=0, max_tokens=5, presence_penalty=0.5, extra={"min_tokens": 3})
+
+
 def test_a_turn_ends_at_the_first_stop_text(serving: Serving) -> None:
     whole = ask(serving, "stop", seed=1, max_tokens=40)
     text = whole.choices[0].message.content

@@ -82,8 +82,11 @@ def test_who_is_slow_is_named_among_several_terms(question: str, slow: RewardTer
 
 
 class _Judge(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept
+
     def do_GET(self) -> None:
         self.send_response(200)
+        self.send_header("Content-Length", "4")
         self.end_headers()
         self.wfile.write(b"0.25")
 
@@ -139,6 +142,13 @@ def test_workers_of_trusted_functions_may_have_the_network_and_variables(
         assert run_jobs(pool, [job(0, "a", url=judge)])[0].parts == [0.25, 0.5]
     with closing(pool_of(asks("keyed"))) as pool:
         assert "KeyError: 'JUDGE_KEY'" in (run_jobs(pool, [job(0, "a")])[0].failure or "")
+
+
+def test_a_client_keeps_its_connections_from_call_to_call(judge: str) -> None:
+    with closing(pool_of(asks("judged_over_one_connection"), allow_network=True)) as pool:
+        done = run_jobs(pool, [job(number, "a", url=judge) for number in range(4)])
+    assert [done[number].failure for number in range(4)] == [None] * 4
+    assert [done[number].parts for number in range(4)] == [[0.25]] * 4
 
 
 def test_verifiers_that_evaluate_text_get_no_network() -> None:

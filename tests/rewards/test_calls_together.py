@@ -7,12 +7,13 @@ import functools
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from ports import start
 from reward_jobs import GENEROUS_S, job
@@ -20,11 +21,12 @@ from test_rewards_executor import completion, drive
 
 from slipstream.core.clock import VirtualClock
 from slipstream.core.sections import RewardsConfig, RewardTerm
-from slipstream.core.types import Rollout, Stop
+from slipstream.core.types import Completion, EpisodeRecord, Rollout, Stop
 from slipstream.rewards.awaited import LoopScorer, Seat
 from slipstream.rewards.calls import Scoring, await_function, call_function, is_async
 from slipstream.rewards.executor import Rewards
 from slipstream.rewards.inline import CallableScorer
+from slipstream.rewards.logged import CURRENT
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob, RewardGroupJob
 
@@ -47,15 +49,19 @@ def rewards_of(
     num: int = 8,
     num_hanging: int = 0,
     per: Any = "completion",
+    of: Sequence[Completion] = (),
     **fields: Any,
 ) -> list[Rollout]:
     """No deadline passes before all answers are there but those of calls that hang."""
     clock = VirtualClock()
     terms = [RewardTerm(function=f"python:{name}", per=per) for name in functions]
-    executor = Rewards(RewardsConfig(terms=terms, **fields), {}, functions=functions)
+    weight = 1.0 if of else None  # of episodes
+    executor = Rewards(RewardsConfig(terms=terms, **fields), {}, functions=functions, environment_weight=weight)
     ports = start(executor, tmp_path, name="rewards", clock=clock)
-    for i in range(num):
-        ports["completions"].put(completion(i, "x" * i))
+    completions = of or [completion(i, "x" * i) for i in range(num)]
+    num = len(completions)
+    for one in completions:
+        ports["completions"].put(one)
     try:
         drive(executor, lambda: len(ports["rollouts"].messages) == num - num_hanging)
         clock.advance(60.0)
@@ -114,6 +120,45 @@ def test_coroutines_are_awaited_together_on_one_loop(tmp_path: Path) -> None:
     assert len(loops) == 1
 
 
+def test_what_belongs_to_the_loop_can_be_used_by_the_next_scorer(tmp_path: Path) -> None:
+    """A client that is made in the dry call serves the run, and evaluations behind it."""
+    made: list[Any] = []
+
+    async def reward(completions: list[str], **_: Any) -> list[float]:
+        made.append(asyncio.get_running_loop())
+        ready = made[0].create_future()  # as a client's connection waits for an answer
+        made[0].call_later(0.001, ready.set_result, 1.0)
+        return [await ready]
+
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        rollouts = rewards_of({"f": reward}, tmp_path / str(number))
+        assert [one.failure for one in rollouts] == [None] * 8
+
+
+def test_what_belongs_to_the_loop_of_a_thread_can_be_used_by_its_next_call(tmp_path: Path) -> None:
+    """A `def` that returns a coroutine; what each call logs is its own."""
+    made, threads = list[Any](), set[threading.Thread]()
+
+    async def awaited(completions: list[str]) -> list[float]:
+        threads.add(threading.current_thread())
+        made.append(asyncio.get_running_loop())
+        ready = made[0].create_future()
+        made[0].call_later(0.001, ready.set_result, float(len(completions[0])))
+        CURRENT.get().log_metric("length", await ready)
+        return [0.0]
+
+    def reward(completions: list[str], **_: Any) -> Any:
+        return awaited(completions)
+
+    rollouts = rewards_of({"f": reward}, tmp_path, num_threads=1)
+    assert [one.failure for one in rollouts] == [None] * 8
+    assert [one.logged for one in rollouts] == [{"length": float(i)} for i in range(8)]
+    [thread] = threads
+    thread.join(GENEROUS_S)
+    assert made[0].is_closed(), "it ends with its thread"
+
+
 def test_what_a_coroutine_logs_is_of_its_own_completion(tmp_path: Path) -> None:
     async def reward(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
         log_extra("length", [len(text) for text in completions])
@@ -124,6 +169,27 @@ def test_what_a_coroutine_logs_is_of_its_own_completion(tmp_path: Path) -> None:
     rollouts = rewards_of({"f": reward}, tmp_path, max_awaited=8)
     assert [one.extra for one in rollouts] == [{"length": i} for i in range(8)]
     assert [one.logged for one in rollouts] == [{"length": float(i)} for i in range(8)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_may_change_what_it_is_given(tmp_path: Path, is_async: bool) -> None:
+    """Prompts serve all completions of a group, and a record is what was said."""
+
+    def changes(prompts: Any, completions: Any, tests: list[list[int]], **_: Any) -> list[float]:
+        prompts[0].append({"role": "assistant", "content": "a"})
+        completions[0].append({"role": "user", "content": "b"})
+        return [100.0 * len(prompts[0]) + 10 * len(completions[0]) + tests[0].pop()]
+
+    async def awaited(**columns: Any) -> list[float]:
+        return changes(**columns)
+
+    one = completion(0, "x")
+    prompt = msgspec.structs.replace(one.prompt, messages=[{"role": "user", "content": "q"}], columns={"tests": [3, 4]})
+    said = EpisodeRecord(messages=[{"role": "assistant", "content": "x"}])
+    episodes = [msgspec.structs.replace(completion(i, "x"), prompt=prompt, episode=said) for i in range(3)]
+    rollouts = rewards_of({"f": awaited if is_async else changes}, tmp_path, of=episodes)
+    assert [rollout.reward for rollout in rollouts] == [224.0] * 3
+    assert (len(prompt.messages or ()), prompt.columns, len(said.messages)) == (1, {"tests": [3, 4]}, 1)
 
 
 def test_coroutines_may_be_called_one_by_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from slipstream.environments.answers import Asked
 from slipstream.environments.asks import Ask, Refused, TurnReply, plain
 from slipstream.environments.known_episode import EpisodeLimits, KnownEpisode
 from slipstream.environments.protocol import ChatMessage
-from slipstream.environments.transcript import Branch, Chats, find, find_ids, no_tokens
+from slipstream.environments.transcript import Branch, Chats, find, find_ids, key_of, no_tokens
 
 
 def admitted(episode: KnownEpisode, asked: Asked, limits: EpisodeLimits, chats: Chats, now_s: float) -> Branch:
@@ -36,12 +36,13 @@ def admitted(episode: KnownEpisode, asked: Asked, limits: EpisodeLimits, chats: 
     room = limits.room(num_context, num_behind)
     wish = ask.wishes.max_tokens
     _check_limits(episode, limits, now_s, room=room, num_context=num_context, num_behind=num_behind)
+    episode.is_cut = False  # it was refused a turn before, and went on in another way
     if is_new:
         episode.branches.append(branch)
     elif branch.number == 0 and not branch.turn:
         episode.branches[0] = branch
     branch.given, branch.history = given, history
-    branch.request, branch.is_sampling = asked.request, True
+    branch.request, branch.is_sampling, branch.asks_text = asked.request, True, ask.messages is None
     branch.num_asked = room if wish is None else min(room, max(1, wish))
     branch.is_wished = branch.num_asked < room
     return branch
@@ -53,9 +54,9 @@ def _check_limits(
     """Raise Refused, and call the episode cut, where one of its limits is reached."""
     reached = None
     if episode.num_begun >= limits.max_turns:
-        reached = f"environment.max_turns = {limits.max_turns}", "max_turns"
+        reached = f"the episode is over: environment.max_turns = {limits.max_turns}", "max_turns"
     elif now_s - episode.started_s > limits.episode_limit_s:
-        reached = f"environment.episode_limit_s = {limits.episode_limit_s:g}", "episode_limit"
+        reached = f"the episode is over: environment.episode_limit_s = {limits.episode_limit_s:g}", "episode_limit"
     elif room < 1:
         reached = (
             f"{num_context:,} tokens of context leave no room for a turn: at most {limits.max_len:,} fit, and an "
@@ -65,7 +66,7 @@ def _check_limits(
         )
     if reached is not None:
         episode.is_cut = True
-        raise Refused(f"the episode is over: {reached[0]}", code=reached[1])
+        raise Refused(reached[0], code=reached[1])
 
 
 def _placed(
@@ -74,12 +75,12 @@ def _placed(
     """Return the branch of a request, the tokens given behind its last turn, and its messages so far."""
     if ask.messages is None:
         return _placed_by_ids(episode, ask, chats, limits)
-    tools, chat = chats.of(ask.tools)
-    place = find(episode.branches, ask.messages, tools)
+    place = find(episode.branches, ask.messages, key_of(ask.tools))
     if place is None:
+        _, chat = chats.of(ask.tools)
         prompt = chat.context(episode.row, ask.messages)
         return _new(episode, prompt, chats, ask), no_tokens(), ask.messages
-    branch, rest = place.branch, place.rest
+    branch, chat, rest = place.branch, place.branch.chat, place.rest
     given = chat.observation(branch.turn_ids(place.turn), rest)
     if place.is_at_end:
         return branch, given, [*branch.history, *rest]
@@ -131,7 +132,7 @@ def reply_to(episode: KnownEpisode, branch: Branch, turn: TurnSampled) -> TurnRe
     segment = turn.segment
     assert segment is not None, "a turn was sampled"
     assert segment.behaviour_logprobs is not None, "a turn was sampled"
-    said = branch.chat.plain_message(segment.tokens) if branch.by_ids else branch.chat.message(segment.tokens)
+    said = branch.chat.plain_message(segment.tokens) if branch.asks_text else branch.chat.message(segment.tokens)
     calls: list[dict[str, Any]] = said.get("tool_calls", [])
     for call in calls:
         call["id"] = f"call_{episode.turn}_{call['id'].rpartition('_')[2]}"

@@ -22,7 +22,7 @@ from slipstream.environments.protocol import ChatMessage
 class SamplingWishes(msgspec.Struct, frozen=True):
     """How a client would like its turn to be sampled; None: it does not say. In a run all but `max_tokens` is void.
 
-    A `top_k` of 0 is no limit, as in a recipe.
+    A `top_k` of 0 is no limit, as in a recipe. `unmet` are the fields of its request that no sampler here can meet.
     """
 
     max_tokens: int | None = None
@@ -32,6 +32,7 @@ class SamplingWishes(msgspec.Struct, frozen=True):
     min_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
 
 
 class Ask(msgspec.Struct, frozen=True):

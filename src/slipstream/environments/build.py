@@ -81,11 +81,18 @@ def tools_of(pool: EpisodePool) -> Schemas:
     return found[0] if found else []
 
 
-def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None, *, for_agents: bool = False) -> Chat:
+def build_chat(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    tools: Schemas | None,
+    *,
+    for_agents: bool = False,
+    renderer: ChatRenderer | None = None,
+) -> Chat:
     """Return what makes ids of an environment's words; `tools` are the schemas of functions that the policy may call.
 
     Chats by the model's template, proved to extend its own text (ConfigError else), and all that agents say where
-    there is one; other prompts by `environment.observation`.
+    there is one; other prompts by `environment.observation`. `renderer` runs the template; None: one of its own.
     """
     stop_ids, environment = stop_token_ids(tokenizer, config.generator, first_shape(config)), config.environment
     has_chats = config.prompts.chat or (bool(tokenizer.chat_template) and bool(tools))
@@ -94,7 +101,7 @@ def build_chat(config: RunConfig, tokenizer: Tokenizer, tools: Schemas | None, *
         check_alphabet(tokenizer, [("environment.observation", fixed)])
         parse = call_parser(environment.tool_format, tokenizer, tools)
         return PlainChat(tokenizer, environment.observation, stop_ids=stop_ids, parse=parse)
-    renderer = _renderer_of(config, tokenizer)
+    renderer = renderer or _renderer(config, tokenizer)
     parse = call_parser(environment.tool_format, tokenizer, tools, renderer)
     chat = TemplateChat(tokenizer, renderer, tools or None, stop_ids=stop_ids, parse=parse)
     prove(chat, ("tool",) if environment.tools else None)
@@ -109,7 +116,7 @@ def missing_end(config: RunConfig, tokenizer: Tokenizer) -> str | None:
     if config.environment.is_set or not config.generator.stop_at_eos:
         return None
     stop_ids = stop_token_ids(tokenizer, config.generator, first_shape(config))
-    chat = TemplateChat(tokenizer, _renderer_of(config, tokenizer))
+    chat = TemplateChat(tokenizer, _renderer(config, tokenizer))
     try:
         end = chat.end
     except ConfigError:  # it does not write what an assistant says
@@ -120,18 +127,19 @@ def missing_end(config: RunConfig, tokenizer: Tokenizer) -> str | None:
     return f"chat: the template ends a turn with {chat.speller.controls[end]}, completions do not; {field} does so"
 
 
-def _renderer_of(config: RunConfig, tokenizer: Tokenizer) -> ChatRenderer:
+def build_chats(config: RunConfig, tokenizer: Tokenizer) -> Chats:
+    """Return the chats of agents, which bring their tools along; one process runs the template for all of them."""
+    renderer = _renderer(config, tokenizer) if tokenizer.chat_template else None
+    return Chats(lambda tools: build_chat(config, tokenizer, tools, for_agents=True, renderer=renderer))
+
+
+def _renderer(config: RunConfig, tokenizer: Tokenizer) -> ChatRenderer:
     return ChatRenderer(
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
         origin=tokenizer.name_or_path,
         variables=config.prompts.chat_template_kwargs,
     )
-
-
-def build_chats(config: RunConfig, tokenizer: Tokenizer) -> Chats:
-    """Return the chats of agents, which bring their tools along."""
-    return Chats(lambda tools: build_chat(config, tokenizer, tools, for_agents=True))
 
 
 def call_parser(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import threading
 import urllib.request
@@ -19,7 +20,7 @@ from slipstream.core.mailbox import Mailbox
 from slipstream.core.user_code import MAX_ERROR_CHARS, describe
 from slipstream.environments.agents import AgentMaker
 from slipstream.environments.host import EpisodeHost
-from slipstream.environments.hosting import FromHost, ToHost
+from slipstream.environments.hosting import FromHost, OpenEpisode, TakeTurn, ToHost
 from slipstream.environments.pool import EpisodePool, HostLink
 from slipstream.environments.protocol import MAX_CHARS
 from slipstream.environments.sources import with_tools_found
@@ -128,7 +129,8 @@ class _Thread:
 
     def send(self, messages: Sequence[ToHost]) -> None:
         for message in messages:
-            self._loop.call_soon_threadsafe(self._host.handle, message)
+            changes = isinstance(message, OpenEpisode | TakeTurn)  # an environment may change what it is given
+            self._loop.call_soon_threadsafe(self._host.handle, copy.deepcopy(message) if changes else message)
 
     def flush(self) -> None:
         """Do nothing: what is sent has arrived."""

@@ -1,7 +1,8 @@
 """OpenAI's forms of requests, without HTTP: bodies become asks; and its two pages, with both ways.
 
 A body is a client's, and hostile: each field is checked, what would change the turn and cannot be had is refused with
-a sentence, and fields that nobody here knows are ignored. `openai_replies.py` has the way back.
+a sentence, and fields that nobody here knows are ignored. Those of sampling are wishes: a run does without them, a
+served model refuses what it cannot meet. `openai_replies.py` has the way back.
 """
 
 from __future__ import annotations
@@ -34,6 +35,18 @@ MAX_NAME_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+UNMET: dict[str, Any] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "min_new_tokens", "ignore_eos"), 0),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), 0),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "bad_words", "allowed_token_ids"), 0),
+    **dict.fromkeys(("stop_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens", "use_beam_search"), 0),
+    **dict.fromkeys(("chat_template", "documents", "continue_final_message"), 0),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), 1),
+    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), True),
+    **dict.fromkeys(("reasoning_effort", "verbosity"), "medium"),
+}
+"""Fields of OpenAI's, vLLM's and others' that would change the turn and that no sampler here has, by the value that
+changes nothing; 0 stands for all that is empty."""
 
 
 def chat_ask(body: Body) -> Ask:
@@ -103,7 +116,12 @@ def _wishes(body: Body) -> SamplingWishes:
         min_p=_number(body, "min_p", 0, 1),
         seed=_integer(body, "seed", -MAX_INT64 - 1, MAX_INT64),
         stop=_stops(body.get("stop")),
+        unmet=tuple(name for name, neutral in UNMET.items() if _changes(body.get(name), neutral)),
     )
+
+
+def _changes(value: Any, neutral: Any) -> bool:
+    return value is not None and (value != neutral if neutral else bool(value))
 
 
 def _stops(value: Any) -> tuple[str, ...]:

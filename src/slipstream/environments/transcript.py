@@ -44,7 +44,8 @@ class Branch:
 
     `history` are the messages of the whole branch, known by their ids; those of a branch that was asked for by ids are
     for people only. `ends` are the numbers of messages up to the end of each turn. `request` is the agent's number of
-    what is being sampled, and `num_asked` the most tokens that it may have: fewer than the limits left, if `is_wished`.
+    what is being sampled, by ids or a text if `asks_text`, and `num_asked` the most tokens that it may have: fewer than
+    the limits left, if `is_wished`.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Branch:
     is_moved: bool = True  # the replica knows nothing of it: the next observation brings all
     is_sampling: bool = False
     request: int = -1
+    asks_text: bool = False
     num_asked: int = 0
     is_wished: bool = False
 
@@ -194,6 +196,11 @@ def _text_of(call: dict[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)
 
 
+def key_of(tools: list[dict[str, Any]]) -> str:
+    """Return what tells this list of tools from others."""
+    return msgspec.json.encode(tools, order="sorted").decode() if tools else ""
+
+
 class Chats:
     """The chat of each list of tools, made by `make` when it is first asked for; the last used ones are kept."""
 
@@ -202,8 +209,8 @@ class Chats:
         self._chats: OrderedDict[str, Chat] = OrderedDict()
 
     def of(self, tools: list[dict[str, Any]]) -> tuple[str, Chat]:
-        """Return what tells this list of tools from others, and its chat. ConfigError where there can be none."""
-        key = msgspec.json.encode(tools, order="sorted").decode() if tools else ""
+        """Return the `key_of` tools, and their chat. ConfigError where there can be none."""
+        key = key_of(tools)
         chat = self._chats.get(key)
         if chat is None:
             chat = self._chats[key] = self._make(tools or None)

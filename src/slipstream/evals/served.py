@@ -109,12 +109,15 @@ class ServedModel:
         return secrets.compare_digest((given or "").encode(), self._api_key.encode()) or None
 
     async def ask(self, session: Hashable, ask: Ask, tell: Tell | None = None) -> TurnReply:  # noqa: ARG002
-        """Return the turn. Raises Refused: bad messages or ids, no room, too many asks at once, the end.
+        """Return the turn. Raises Refused: bad messages or ids, wishes that cannot be met, no room, too many asks at
+        once, the end.
 
         With tools nothing is told before the end, as a text may turn out to be a call.
         """
         if self._over is not None:
             raise self._over()
+        if unmet := ask.wishes.unmet:
+            raise Refused(f"not supported: {', '.join(unmet)}; the answer would not be the one that is asked for")
         if self._num_open >= self._limits.max_open:
             most = f"{self._limits.num_slots} are decoded and {self._limits.max_waiting} wait"
             raise Refused(f"too many requests at once: {most}", status=429, code="overloaded")

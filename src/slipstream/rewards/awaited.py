@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,6 +21,9 @@ from slipstream.rewards.protocol import AnyJob, RewardGroupJob
 
 _STUCK_S = 1.0  # without a turn of the loop, after a deadline has passed: a coroutine blocks it
 _CLOSING_S = 1.0
+
+_KEPT: dict[int, asyncio.AbstractEventLoop] = {}
+"""The loop of a scorer that has ended, by process id: a fork shares its descriptors and must not turn it."""
 
 
 class NoScore(Exception):
@@ -52,11 +56,12 @@ class LoopScorer:
     Its methods are those of `ScoringPool`, but that a job has a `place`, a key of `seats`. A job that takes longer than
     its seat allows is failed, and its task cancelled. If the loop does not turn within a second of that, because a
     coroutine blocks it, the loop is abandoned: what is not overdue begins again on a new one. While 8 abandoned loops
-    have not come back, every further job fails at once.
+    have not come back, every further job fails at once. With `keeps_loop` the next such scorer of this process goes on
+    with its loop, to which the connections belong that functions have made.
     """
 
-    def __init__(self, seats: Mapping[str, Seat], *, clock: Clock | None = None) -> None:
-        self._seats = seats
+    def __init__(self, seats: Mapping[str, Seat], *, clock: Clock | None = None, keeps_loop: bool = False) -> None:
+        self._seats, self._keeps_loop = seats, keeps_loop
         self._clock = clock or WallClock()
         self._waiting: dict[str, deque[AnyJob]] = {place: deque() for place in seats}
         self._open: dict[int, _Handed] = {}
@@ -118,8 +123,10 @@ class LoopScorer:
 
     def _hand_over(self, place: str, job: AnyJob) -> None:
         if self._loop is None:
-            self._loop, self._is_over = asyncio.new_event_loop(), threading.Event()
-            self._thread = start_thread(_turn_round, args=(self._loop, self._is_over), name="reward-loop")
+            kept = _KEPT.pop(os.getpid(), None) if self._keeps_loop else None
+            self._loop, self._is_over = kept or asyncio.new_event_loop(), threading.Event()
+            turns = (self._loop, self._is_over, self._keeps_loop)
+            self._thread = start_thread(_turn_round, args=turns, name="reward-loop")
         turn = _Handed(place, job, deadline_s=self._clock.now_s() + self._seats[place].timeout_s)
         self._open[job.job_id] = turn
         self._num_open[place] += 1
@@ -174,8 +181,8 @@ class LoopScorer:
             self._waiting[turn.place].appendleft(turn.job)
 
 
-def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> None:
-    """Run the loop until it is stopped, which `is_over` says, and end what it still has.
+def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event, is_kept: bool) -> None:
+    """Run the loop until it is stopped, which `is_over` says, and end the tasks that it still has.
 
     A task that a function has started and that exits fails where it is awaited; nothing else ends with it.
     """
@@ -188,4 +195,5 @@ def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event) -> No
         task.cancel()
     with suppress(SystemExit, KeyboardInterrupt, RuntimeError):  # the last where a stop is left over
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()
+    if not is_kept or _KEPT.setdefault(os.getpid(), loop) is not loop:
+        loop.close()

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
@@ -24,6 +27,16 @@ Scores = Callable[[Sequence[RewardJob]], list[float | None]]
 BRANCHES = "branches"
 """The keyword of the chats of an episode's forks."""
 _MAX_SHOWN = 80  # characters of a value in an error
+
+
+class _Loop(threading.local):
+    """The event loop of a thread, which begins with its first call that is awaited."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+
+
+_LOOP = _Loop()
 
 
 @dataclass(frozen=True)
@@ -67,9 +80,15 @@ def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> li
     numbers.
     """
     rewards = function(**_keywords(function, jobs))
-    if inspect.isawaitable(rewards):
-        rewards = asyncio.run(_awaited(rewards))
+    if inspect.isawaitable(rewards):  # on a loop that lasts: connections of a client belong to it
+        rewards = _LOOP.runner.run(_awaited(rewards), context=copy_context())
     return _checked(function, rewards, len(jobs))
+
+
+def end_loop() -> None:
+    """End the event loop of this thread, if `call_function` has begun one."""
+    with suppress(SystemExit, KeyboardInterrupt):  # of a task that a function has left
+        _LOOP.runner.close()
 
 
 async def await_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> list[float | None]:

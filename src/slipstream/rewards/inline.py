@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from slipstream.core.background import start_thread
 from slipstream.core.clock import Clock, WallClock
 from slipstream.core.mailbox import Mailbox
-from slipstream.rewards.calls import Scoring, answer
+from slipstream.rewards.calls import Scoring, answer, end_loop
 from slipstream.rewards.pool import ScoredJob
 from slipstream.rewards.protocol import AnyJob
 
@@ -118,3 +118,4 @@ class CallableScorer:
             result = answer(self._terms, job, began)
             scored = ScoredJob(job_id=job.job_id, parts=result.parts, failure=result.error, logged=result.logged)
             self._answers.put((lane, scored))
+        end_loop()
