@@ -34,7 +34,7 @@ def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor, lengths: Tens
 
 def segment_counts(mask: Tensor, segment_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Number of tokens where `mask` [T], per sequence: float32 [S]."""
-    return segment_sum(torch.ones(mask.shape, device=mask.device), mask, segment_ids, lengths)
+    return segment_sum(torch.ones(mask.shape, device=mask.device, dtype=torch.float32), mask, segment_ids, lengths)
 
 
 def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, lengths: Tensor | None = None) -> Tensor:

@@ -57,7 +57,7 @@ def agrees(device: torch.device, width: int) -> bool:
 
 def _agrees(device: torch.device, width: int, temperatures: Sequence[float]) -> bool:
     logits, keys, positions = (x.to(device) for x in example(width))
-    each = torch.tensor(temperatures, device=device).repeat(len(logits) // len(temperatures))
+    each = torch.tensor(temperatures, device=device, dtype=torch.float32).repeat(len(logits) // len(temperatures))
     rows = SamplingRows(each, torch.zeros_like(keys), torch.ones_like(each), torch.zeros_like(each))
     plan = SamplingPlan(has_greedy=0.0 in temperatures, has_temperature=len(temperatures) > 1)
     found, right = (sample(logits, rows, keys, positions, plan, fused=fused) for fused in (True, False))
@@ -67,6 +67,8 @@ def _agrees(device: torch.device, width: int, temperatures: Sequence[float]) -> 
 def example(width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits float32 [8, width], keys and positions int64 [8]."""
     generator = torch.Generator().manual_seed(width)
-    logits = torch.randn(8, width, generator=generator)
-    logits.scatter_add_(1, torch.randint(width, (8, SPIKES), generator=generator), torch.full((8, SPIKES), 20.0))
+    logits = torch.randn(8, width, generator=generator, dtype=torch.float32)
+    logits.scatter_add_(
+        1, torch.randint(width, (8, SPIKES), generator=generator), torch.full((8, SPIKES), 20.0, dtype=torch.float32)
+    )
     return logits, torch.randint(2**62, (8,), generator=generator), torch.arange(8)

@@ -94,8 +94,8 @@ class SlotKV:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         shape = (num_layers, self.num_slots, num_kv_heads, self.max_len, head_dim)
-        self.keys = torch.zeros(shape)
-        self.values = torch.zeros(shape)
+        self.keys = torch.zeros(shape, dtype=torch.float32)
+        self.values = torch.zeros(shape, dtype=torch.float32)
         self.routes = None if recorded is None else unknown_routes((*shape[:2], 1, self.max_len), recorded)
         self._stored = PrefixKV(self.keys, self.values, self.routes).stored
 
@@ -146,11 +146,11 @@ class DecodeAttention:
         self._group = num_heads // kv.num_kv_heads
         self._scale = kv.head_dim**-0.5
         rows = kv.num_slots * kv.num_kv_heads
-        self._mask = torch.full((rows, 1, kv.max_len), -torch.inf)
+        self._mask = torch.full((rows, 1, kv.max_len), -torch.inf, dtype=torch.float32)
         self._mask_by_slot = self._mask.view(kv.num_slots, kv.num_kv_heads, kv.max_len)
         self._all_positions = torch.arange(kv.max_len)
         self._row_starts = torch.arange(rows).view(kv.num_slots, kv.num_kv_heads) * kv.max_len
-        self._scores = torch.empty(rows * self._group * kv.max_len)
+        self._scores = torch.empty(rows * self._group * kv.max_len, dtype=torch.float32)
         self._weights = torch.empty_like(self._scores)
         self._keys = [layer.view(rows, kv.max_len, kv.head_dim) for layer in kv.keys]
         self._values = [layer.view(rows, kv.max_len, kv.head_dim) for layer in kv.values]
@@ -161,7 +161,7 @@ class DecodeAttention:
     def open_slots(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Let `slots[i]` attend to its first `lengths[i]` positions (and to those later steps add)."""
         is_hidden = self._all_positions >= torch.tensor(lengths).unsqueeze(1)
-        mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
+        mask = torch.zeros(is_hidden.shape, dtype=torch.float32).masked_fill_(is_hidden, -torch.inf)
         self._mask_by_slot[torch.tensor(slots)] = mask.unsqueeze(1)
 
     @property
@@ -236,8 +236,8 @@ class PrefillAttention:
         num_layers, num_kv_heads, _, head_dim = prefixes[0].keys.shape
         self.last_layer = None if goes_on else num_layers - 1
         shape = (num_layers, num_kv_heads, sum(padded_lengths), head_dim)
-        self._keys = torch.empty(shape)
-        self._values = torch.empty(shape)
+        self._keys = torch.empty(shape, dtype=torch.float32)
+        self._values = torch.empty(shape, dtype=torch.float32)
         self._routes = unknown_like(prefixes[0].routes, (num_layers, shape[2]))
         self._rows = np.concatenate([[0], np.cumsum(padded_lengths)]).tolist()
         self._runs: list[tuple[int, int, int]] = []  # (first chunk, number of chunks, padded length)
@@ -253,7 +253,7 @@ class PrefillAttention:
         self._values[layer].copy_(v.transpose(0, 1))
         if layer == self.last_layer:
             return q
-        out = torch.empty(q.shape)
+        out = torch.empty(q.shape, dtype=torch.float32)
         for first, count, length in self._runs:
             rows = slice(self._rows[first], self._rows[first] + count * length)
             queries, keys, values = (x[rows].view(count, length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))

@@ -202,7 +202,7 @@ def over_layers(
     own = attention if stage.is_first else OwnLayers(attention, next(iter(model.layers)).index)
     if num_rows == 0 and stage.is_last:
         model.prefill(tokens, positions, own, stream)
-        return torch.empty(0, model.config.hidden_size, device=tokens.device)
+        return torch.empty(0, model.config.hidden_size, device=tokens.device, dtype=torch.float32)
     out: Tensor = model(tokens, positions, own, stream, chunk=stage.rank)
     return out
 

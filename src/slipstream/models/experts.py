@@ -165,7 +165,7 @@ class Router(nn.Module):
 
     def __init__(self, num_experts: int, hidden: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, hidden] -> probabilities [N, E]."""

@@ -26,7 +26,7 @@ class FlatParameters:
             raise ShapeError("flat parameters are fp32", got=", ".join(wrong))
         self.num_params = sum(p.numel() for p in self._parameters.values())
         device = next(iter(self._parameters.values())).device
-        self.flat = torch.empty(self.num_params, device=device)
+        self.flat = torch.empty(self.num_params, device=device, dtype=torch.float32)
         for name, view in self.views_of(self.flat).items():
             view.copy_(self._parameters[name].detach())
         self.rebind(self.flat)

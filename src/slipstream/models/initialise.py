@@ -36,7 +36,7 @@ def initialise(model: Transformer, seed: int) -> None:
     residual_std = INIT_STD / (2 * model.config.num_layers) ** 0.5
 
     def draw(tensor: Tensor, std: float) -> None:
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32) * std)
 
     for name, parameter in model.named_parameters():
         if name.endswith(("output.weight", "down.weight")):

@@ -53,7 +53,7 @@ def keeps_bits() -> bool:
     Engine and trainer of a synchronous run have equal bits only where it has: not with oneDNN 3.10 (torch 2.11).
     """
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(rows, 64, generator=generator) for rows in (128, 72))
+    x, weight = (torch.randn(rows, 64, generator=generator, dtype=torch.float32) for rows in (128, 72))
     alone = torch.cat([linear(part, weight) for part in x.view(-1, 8, 64)])
     return all(torch.equal(linear(x[:rows], weight), alone[:rows]) for rows in (16, 64, 128))
 
@@ -99,6 +99,9 @@ class Linear(nn.Linear):
     """`nn.Linear` whose product is `linear`'s, or `product` where its weight is stored elsewhere (`stored_base.py`)."""
 
     product: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias, dtype=torch.float32)
 
     def reset_parameters(self) -> None:
         """Draw nothing: weights come from a checkpoint or a seed, and the global random state is left alone."""

@@ -296,8 +296,8 @@ class Adapter(nn.Module):
     def __init__(self, shape: AdapterShape) -> None:
         super().__init__()
         self.shape = shape
-        self.a = nn.Parameter(torch.empty(len(shape.pieces) * shape.width, shape.in_features))
-        self.b = nn.Parameter(torch.empty(sum(shape.rows), shape.width))
+        self.a = nn.Parameter(torch.empty(len(shape.pieces) * shape.width, shape.in_features, dtype=torch.float32))
+        self.b = nn.Parameter(torch.empty(sum(shape.rows), shape.width, dtype=torch.float32))
 
     def forward(self, x: Tensor, base: Product) -> Tensor:
         """Add to `base`(x), of x [N, in_features] -> [N, out_features]; products are in the precision of x, if any."""
@@ -446,13 +446,13 @@ def drawn_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     random state is left alone.
     """
     if name.endswith((B_SUFFIX, EMBEDDING_A)):
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=torch.float32)
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
     if name.endswith(EMBEDDING_B):
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
     bound = 1 / math.sqrt(shape[1])
-    return (2 * torch.rand(shape, generator=generator) - 1) * bound
+    return (2 * torch.rand(shape, generator=generator, dtype=torch.float32) - 1) * bound
 
 
 @torch.no_grad()

@@ -78,8 +78,8 @@ def adds_in_place(width: int, in_features: int) -> bool:
     if _onednn is None:
         return False
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(rows, in_features, generator=generator) for rows in (1024, width))
-    out = torch.randn(1024, width, generator=generator)
+    x, weight = (torch.randn(rows, in_features, generator=generator, dtype=torch.float32) for rows in (1024, width))
+    out = torch.randn(1024, width, generator=generator, dtype=torch.float32)
     expected = out + _onednn(x, weight, None, "none", [], "")
     turned = weight.t().contiguous()
     sizes = (8, 16, 24, 40, 64, 72, 128, 136, 1024)

@@ -53,9 +53,9 @@ class ScalarModel(nn.Module):
         """
         super().__init__()
         self.backbone = Transformer(replace(config, tie_embeddings=True), ranks)
-        self.head: nn.Linear = nn.utils.skip_init(nn.Linear, config.hidden_size, 1)  # type: ignore[no-untyped-call]
-        self.gain = nn.Parameter(torch.ones(()))
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.head: nn.Linear = nn.utils.skip_init(nn.Linear, config.hidden_size, 1, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        self.gain = nn.Parameter(torch.ones((), dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32))
 
     @property
     def config(self) -> TransformerConfig:
@@ -89,7 +89,7 @@ def initialise_linear(head: nn.Linear, init: HeadInit, seed: int) -> None:
     if init == "reward":
         generator = torch.Generator().manual_seed(seed)
         std = 1.0 / math.sqrt(head.in_features + 1)
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * std)
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator, dtype=torch.float32) * std)
     else:
         head.weight.zero_()
     head.bias.zero_()

@@ -302,7 +302,7 @@ class ServedWeights:
         self._prepared: tuple[Tensor, _Version] | None = None
         self._live: tuple[Tensor, _Version] | None = None
         self._residents: dict[int, _Version] = {}
-        self._own = OwnVersion(torch.empty(0))
+        self._own = OwnVersion(torch.empty(0, dtype=torch.float32))
         self._stacked: _Version | None = None  # all that are held
         self._selected: _Version | None = None
         if flat is None:

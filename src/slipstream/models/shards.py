@@ -174,7 +174,7 @@ def whole_parameters(model: Transformer, *, of_base: bool) -> Iterator[tuple[str
     for name, parameter in whole.named_parameters():
         if name not in wanted:
             continue
-        mine = own[name].detach() if name in own else torch.empty(0)
+        mine = own[name].detach() if name in own else torch.empty(0, dtype=torch.float32)
         mine = (cast("DTensor", mine).full_tensor() if is_dtensor(mine) else mine).cpu()
         if all(name in one and one[name].shape == parameter.shape for one in held):
             yield name, mine

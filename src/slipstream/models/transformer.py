@@ -174,7 +174,7 @@ def rope_tables(config: TransformerConfig) -> tuple[Tensor, Tensor]:
     """
     if torch.get_default_device().type == "meta":
         shape = (config.max_positions, config.rotary_dim)
-        return torch.empty(shape), torch.empty(shape)
+        return torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     angle = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * rope_frequencies(config)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -194,12 +194,13 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _embedding(rows: int, width: int) -> Embedding:
-    embedding: Embedding = Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+    embedding: Embedding = Embedding.from_pretrained(torch.empty(rows, width, dtype=torch.float32), freeze=False)  # type: ignore[no-untyped-call]
     return embedding
 
 
 def _norm(config: TransformerConfig, size: int) -> nn.Module:
-    return nn.LayerNorm(size, config.norm_eps) if config.layer_norm else nn.RMSNorm(size, config.norm_eps)
+    norm = nn.LayerNorm if config.layer_norm else nn.RMSNorm
+    return norm(size, config.norm_eps, dtype=torch.float32)
 
 
 @cache

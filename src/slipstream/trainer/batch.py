@@ -294,7 +294,7 @@ def _parts_of(keys: Sequence[Key], num_parts: int) -> dict[Key, int]:
 def targets_of(sequences: Sequence[TrainSequence], name: str) -> Tensor:
     """Return float32 [T]: column `name` of all targets, sequence after sequence."""
     columns = [vars(sequence)[name][sequence.mask] for sequence in sequences]
-    return torch.from_numpy(np.concatenate(columns)) if columns else torch.zeros(0)
+    return torch.from_numpy(np.concatenate(columns)) if columns else torch.zeros(0, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

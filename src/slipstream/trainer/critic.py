@@ -32,7 +32,7 @@ class Critic:
         self.is_head, self._reader = critic.model == "head", policy.reader
         self.module: ScalarModel | nn.Linear
         if self.is_head:
-            head: nn.Linear = nn.utils.skip_init(nn.Linear, policy.config.hidden_size, 1)  # type: ignore[no-untyped-call]
+            head: nn.Linear = nn.utils.skip_init(nn.Linear, policy.config.hidden_size, 1, dtype=torch.float32)  # type: ignore[no-untyped-call]
             initialise_linear(head, critic.head_init, config.seed)
             self.module = head.to(policy.embedding.weight.device)
         elif critic.path is not None:

@@ -44,7 +44,7 @@ from slipstream.trainer.critic_link import ANSWERED, ASKED, PARTS_FOLDER, by_key
 from slipstream.trainer.measure import Key, filled, with_columns
 from slipstream.trainer.policy import trained_division
 
-NO_STATES = torch.empty(0)  # of the policy: only a head reads them
+NO_STATES = torch.empty(0, dtype=torch.float32)  # of the policy: only a head reads them
 
 
 def starts_from_warm_start(config: RunConfig) -> bool:

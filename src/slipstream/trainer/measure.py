@@ -166,7 +166,7 @@ class LogprobReader:
 
 def _values(model: Transformer, critic: Critic | None, microbatch: PackedMicrobatch) -> Tensor:
     assert critic is not None, "the config needs a critic, and none was built"
-    states = at_targets(model, microbatch, replays=True) if critic.is_head else torch.empty(0)
+    states = at_targets(model, microbatch, replays=True) if critic.is_head else torch.empty(0, dtype=torch.float32)
     return critic.values(microbatch, states)
 
 
@@ -191,7 +191,9 @@ def measure(
         found = read.model.passes.read(microbatches, read.at_states, replays=read.replays)
     else:
         found = [read(microbatch).float() for microbatch in microbatches]
-    on_host = torch.cat(found).cpu() if found else torch.empty(0)  # a GPU is waited for when it has got all
+    on_host = (
+        torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.float32)
+    )  # a GPU is waited for when it has got all
     for microbatch, values in zip(microbatches, torch.split(on_host, list(map(len, found))), strict=False):
         columns |= per_sequence(microbatch, values.numpy())
     return columns

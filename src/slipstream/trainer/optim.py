@@ -100,7 +100,7 @@ class AdamW:
         self._stored = list(parameters.stored())
         self._offloads = offloads
         self._moments = {moment: [self._new_moment(tensor) for tensor in self._stored] for moment in MOMENTS}
-        self._steps = [torch.zeros((), device=tensor.device) for tensor in self._stored]
+        self._steps = [torch.zeros((), device=tensor.device, dtype=torch.float32) for tensor in self._stored]
         self.num_updates = 0
         self.planned = 0
 

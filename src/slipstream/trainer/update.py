@@ -221,7 +221,7 @@ class Updater:
             optimizer.zero_grad()
         if self._model.passes is not None:
             own = self._through_stages(self._model.passes, update.microbatches, totals)
-            return torch.empty(0), lambda _: own
+            return torch.empty(0, dtype=torch.float32), lambda _: own
         return self._unread(*self._one_by_one(update.microbatches, totals))
 
     def _agreed(self, own: _Own) -> tuple[float, float, Metrics]:
@@ -313,7 +313,9 @@ class Updater:
             return None
         parts = [microbatch.tensors(torch.device("cpu")) for microbatch in microbatches]
         names = {"advantages", "behaviour_logprobs", "proximal_logprobs"} & set(self._loss.requires)
-        columns = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
+        columns = {
+            name: torch.cat([torch.zeros(0, dtype=torch.float32), *(part[name] for part in parts)]) for name in names
+        }
         return self._loss.cutoff_of(columns, self._of_all_ranks)
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Tag(enum.IntEnum):
 
 _ARRIVED = len(Tag)  # added to the tag of what has arrived
 _MOST_UNDER_WAY = 8  # messages to one peer that nobody has waited for yet
-_NOTHING = torch.zeros(1)
+_NOTHING = torch.zeros(1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def off_policy_metrics(inputs: LossInputs) -> Metrics:
 @cache
 def _edges(device: torch.device) -> Tensor:
     """A copy to a device waits for it: once is enough."""
-    return torch.tensor(RATIO_EDGES[1:], device=device)
+    return torch.tensor(RATIO_EDGES[1:], device=device, dtype=torch.float32)
 
 
 def ratio_shares(ratios: Tensor, mask: Tensor) -> Metrics:

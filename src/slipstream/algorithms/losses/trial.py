@@ -21,7 +21,7 @@ def try_loss(loss: Loss, name: str, carried: Collection[str], *, reduction: Redu
     `carried` are the inputs of a run beside those that all runs have.
     """
     segment_ids = torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
-    numbers = torch.linspace(0.1, 1.0, len(segment_ids))
+    numbers = torch.linspace(0.1, 1.0, len(segment_ids), dtype=torch.float32)
     leaf = (-numbers).requires_grad_()
     own = {"teacher_divergences": 0.1 * leaf.square()}
     inputs = LossInputs(
