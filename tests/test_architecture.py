@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 93_987
+MAX_LINES = 94_028
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,19 +180,19 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
     "controller": 6_428,
-    "core": 12_328,
-    "environments": 8_214,
+    "core": 12_336,
+    "environments": 8_215,
     "evals": 2_823,
     "generator": 10_061,
     "jail": 1_081,
     "jobs": 982,
-    "models": 10_128,
-    "observe": 10_187,
+    "models": 10_132,
+    "observe": 10_192,
     "plan": 7_700,
     "prompts": 1_619,
-    "rewards": 4_072,
-    "stages": 3_001,
-    "trainer": 6_630,
+    "rewards": 4_078,
+    "stages": 3_002,
+    "trainer": 6_632,
     "weight_sync": 3_738,
 }
 LONG_FUNCTIONS = dict.fromkeys(

@@ -151,6 +151,18 @@ def _given(functions: Functions, environments: Given | None, display: bool, *oth
     return FromPython(functions, environments, display, *others)
 
 
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """Restore torch's number of threads, which executors and stages set: with `host = "inline"` here."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _check_call(others: Mapping[str, object]) -> None:
     """Raise ConfigError for unknown arguments and a place where no run can be, ReachedRun amid a script's import."""
     if SCRIPTS_BEING_IMPORTED:
@@ -285,6 +297,7 @@ def _saved(
     return whole, functions, environments
 
 
+@_threads_kept()
 def _run(
     config: RunConfig,
     prompts: Sequence[GivenPrompt] | None,
@@ -306,9 +319,10 @@ def _run(
         check_data(config, place, given)
         with lasting_output(place / "logs" / CONSOLE_LOG):
             work = run_rl if config.stages == ["rl"] else run_stages
-            return Result(out=run_dir, summary=work(config, place, given))
+            return Result(out=place, summary=work(config, place, given))
 
 
+@_threads_kept()
 def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
     from slipstream.stages.chain import run_stages
@@ -318,7 +332,7 @@ def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
     place = run_dir.absolute()
     with holding(run_dir), lasting_output(place / "logs" / CONSOLE_LOG):
         work = resume_rl if config.stages == ["rl"] else run_stages
-        return Result(out=run_dir, summary=work(config, place, given))
+        return Result(out=place, summary=work(config, place, given))
 
 
 def _check(config: RunConfig, given: FromPython) -> None:

@@ -32,7 +32,7 @@ from slipstream.core import service_messages as messages
 from slipstream.core.clock import WallClock
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.interrupts import Interrupted, Interrupts
+from slipstream.core.interrupts import Interrupts
 from slipstream.core.peer_messages import Leaving, Left
 from slipstream.core.run_log import Command, Event
 from slipstream.core.scratch import run_scratch
@@ -117,9 +117,7 @@ class Controller:
             self._run()
         try:
             self.callbacks.finish()  # nothing else waits for it
-        except Interrupted:
-            raise  # all is saved
-        except BaseException:
+        except Exception:  # with an interrupt the run is saved, and stays so
             self.tally.status = "failed"
             raise
         return self.tally

@@ -68,7 +68,5 @@ def example(width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits float32 [8, width], keys and positions int64 [8]."""
     generator = torch.Generator().manual_seed(width)
     logits = torch.randn(8, width, generator=generator, dtype=torch.float32)
-    logits.scatter_add_(
-        1, torch.randint(width, (8, SPIKES), generator=generator), torch.full((8, SPIKES), 20.0, dtype=torch.float32)
-    )
+    logits.scatter_add_(1, torch.randint(width, (8, SPIKES), generator=generator), logits.new_full((8, SPIKES), 20.0))
     return logits, torch.randint(2**62, (8,), generator=generator), torch.arange(8)

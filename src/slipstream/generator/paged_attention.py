@@ -52,12 +52,8 @@ def attend_split(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, length
     head_block = max(16, power_of_two(head_dim))
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     # The one stretch of a short bucket is the result already.
-    partial = (
-        out
-        if num_splits == 1
-        else torch.empty((rows, heads, num_splits, head_dim), device=q.device, dtype=torch.float32)
-    )
-    log_sums = torch.empty((rows, heads, num_splits), device=q.device, dtype=torch.float32)
+    partial = out if num_splits == 1 else q.new_empty((rows, heads, num_splits, head_dim), dtype=torch.float32)
+    log_sums = q.new_empty((rows, heads, num_splits), dtype=torch.float32)
     kernels.split_kernel[(rows, kv_heads, num_splits)](
         q.to(keys.dtype),
         keys,

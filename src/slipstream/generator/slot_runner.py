@@ -99,7 +99,7 @@ class SlotRunner:
         layers, _, heads, _, head_dim = self._kv.keys.shape
         shape = (layers, heads, num_tokens, head_dim)
         routes = unknown_like(self._kv.routes, (layers, 1, num_tokens))
-        return PrefixKV(*(torch.empty(shape, dtype=torch.float32) for _ in range(2)), routes)
+        return PrefixKV(self._kv.keys.new_empty(shape), self._kv.values.new_empty(shape), routes)
 
     def extend_prefix(self, prefix: Prefix, num_tokens: int) -> PrefixKV:
         return self.share_prefix(prefix, prefix.num_tokens, num_tokens)[0]

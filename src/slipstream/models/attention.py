@@ -210,9 +210,7 @@ def _try_flash(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: i
     lengths, rows = [5, 4, 3], torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9])
     ends, padded = SequenceEnds.of(lengths, rows), PackedAttention(lengths, rows).padded
     assert ends is not None, "each has rows of its own behind shared ones"
-    fused = torch.randn(
-        10, heads + 2 * kv_heads, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32
-    )
+    fused = torch.randn(10, heads + 2 * kv_heads, head_dim, generator=torch.Generator().manual_seed(0))
     found = []
     try:
         for attend, wide in ((ends.to(device).attend, dtype), (padded, torch.float32)):

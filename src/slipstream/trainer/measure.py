@@ -191,9 +191,8 @@ def measure(
         found = read.model.passes.read(microbatches, read.at_states, replays=read.replays)
     else:
         found = [read(microbatch).float() for microbatch in microbatches]
-    on_host = (
-        torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.float32)
-    )  # a GPU is waited for when it has got all
+    # A GPU is waited for when it has got all.
+    on_host = torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.float32)
     for microbatch, values in zip(microbatches, torch.split(on_host, list(map(len, found))), strict=False):
         columns |= per_sequence(microbatch, values.numpy())
     return columns

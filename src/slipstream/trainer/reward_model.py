@@ -150,9 +150,7 @@ def _accumulate(
                 num_units=len(batch),
                 scores=scores,
                 labels=torch.zeros(len(keys) // num_candidates, dtype=torch.int64, device=scores.device),
-                ratings=torch.tensor(
-                    [math.nan if one is None else one for one in rated], device=scores.device, dtype=torch.float32
-                ),
+                ratings=scores.new_tensor([math.nan if one is None else one for one in rated]),
             )
         )
         torch.autograd.backward(microbatch_loss)

@@ -246,9 +246,7 @@ def _estimated(
         "group_normalised": partial(group_normalised, std_eps=loss.std_eps, unbiased=loss.unbiased_std),
         "leave_one_out": leave_one_out,
         "optimal": partial(optimal, beta=loss.optimal_beta),
-        "greedy_baseline": lambda r, ids: greedy_baseline(
-            r, torch.tensor([baselines[i] for i in ids.tolist()], dtype=torch.float32)
-        ),
+        "greedy_baseline": lambda r, ids: greedy_baseline(r, r.new_tensor([baselines[i] for i in ids.tolist()])),
         "reward": lambda r, _: r,
     }
     return estimators[loss.advantages](rewards, group_ids)

@@ -313,9 +313,8 @@ class Updater:
             return None
         parts = [microbatch.tensors(torch.device("cpu")) for microbatch in microbatches]
         names = {"advantages", "behaviour_logprobs", "proximal_logprobs"} & set(self._loss.requires)
-        columns = {
-            name: torch.cat([torch.zeros(0, dtype=torch.float32), *(part[name] for part in parts)]) for name in names
-        }
+        none = torch.zeros(0, dtype=torch.float32)
+        columns = {name: torch.cat([none, *(part[name] for part in parts)]) for name in names}
         return self._loss.cutoff_of(columns, self._of_all_ranks)
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
