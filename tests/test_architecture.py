@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 94_124
+MAX_LINES = 94_175
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -180,18 +180,18 @@ MAX_LINES_OF_FOLDER = {
     "algorithms": 2_331,
     "batching": 445,
     "controller": 6_428,
-    "core": 12_328,
-    "environments": 8_255,
-    "evals": 2_826,
+    "core": 12_348,
+    "environments": 8_252,
+    "evals": 2_829,
     "generator": 10_072,
     "jail": 1_081,
     "jobs": 982,
     "models": 10_141,
-    "observe": 10_187,
+    "observe": 10_192,
     "plan": 7_700,
     "prompts": 1_644,
-    "rewards": 4_106,
-    "stages": 3_013,
+    "rewards": 4_112,
+    "stages": 3_014,
     "trainer": 6_630,
     "weight_sync": 3_738,
 }

@@ -1650,6 +1650,21 @@ def test_arguments_of_python(
     assert files_of(place) == before
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: slipstream.run(3), "this is no recipe"),  # type: ignore[arg-type]
+        (lambda: slipstream.run(["a"]), "['a']"),  # type: ignore[arg-type]
+        (lambda: slipstream.resolve(None), "a name, a path, or tables"),  # type: ignore[arg-type]
+        (lambda: slipstream.make_plan(Path("/nope"), gpus=4), "'/nope' is no model that is known"),
+    ],
+)
+def test_what_python_takes_for_a_name(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    check_words(str(caught.value), (words,))
+
+
 def test_a_folder_that_cannot_be_written_to(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mount that is read-only; for root, modes forbid nothing."""
     (place / "locked").mkdir()

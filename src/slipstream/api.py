@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from slipstream.core.recipes import (
 from slipstream.core.run_lock import check_free, holding
 from slipstream.core.scratch import temporary_directory
 from slipstream.core.sections import PromptsConfig
-from slipstream.core.user_code import SCRIPTS_BEING_IMPORTED, ReachedRun
+from slipstream.core.user_code import SCRIPTS_BEING_IMPORTED, ReachedRun, check_default_dtype
 from slipstream.environments.checks import check_environments
 from slipstream.generator.vllm.settings import interpreter
 from slipstream.models.hub import Tell, pinned, with_folders
@@ -149,6 +150,20 @@ def _given(functions: Functions, environments: Given | None, display: bool, *oth
         from slipstream.stages.rl import FromPython
 
     return FromPython(functions, environments, display, *others)
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """Restore torch's number of threads, which executors and stages set: with `host = "inline"` here."""
+    check_default_dtype()
+    if (torch := sys.modules.get("torch")) is None:  # it has no number of the caller's, and takes a second to import
+        yield
+        return
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_call(others: Mapping[str, object]) -> None:
@@ -285,6 +300,7 @@ def _saved(
     return whole, functions, environments
 
 
+@_threads_kept()
 def _run(
     config: RunConfig,
     prompts: Sequence[GivenPrompt] | None,
@@ -306,9 +322,10 @@ def _run(
         check_data(config, place, given)
         with lasting_output(place / "logs" / CONSOLE_LOG):
             work = run_rl if config.stages == ["rl"] else run_stages
-            return Result(out=run_dir, summary=work(config, place, given))
+            return Result(out=place, summary=work(config, place, given))
 
 
+@_threads_kept()
 def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
     """Go on where the run stopped: from the newest checkpoint of RL, or with the first stage that is not done."""
     from slipstream.stages.chain import run_stages
@@ -318,7 +335,7 @@ def _resume(config: RunConfig, run_dir: Path, given: FromPython) -> Result:
     place = run_dir.absolute()
     with holding(run_dir), lasting_output(place / "logs" / CONSOLE_LOG):
         work = resume_rl if config.stages == ["rl"] else run_stages
-        return Result(out=run_dir, summary=work(config, place, given))
+        return Result(out=place, summary=work(config, place, given))
 
 
 def _check(config: RunConfig, given: FromPython) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -22,30 +24,44 @@ def stepped(step: int) -> StepWritten:
     return StepWritten({"step": step, "version": step + 1, "reward": 0.5})
 
 
-def test_all_are_called_in_order_in_one_thread_and_cannot_change_what_they_get():
+def test_all_are_called_in_order_in_one_thread_and_cannot_change_what_others_get():
     heard: list[Any] = []
 
     class Listener:
         def on_step(self, record):
             heard.append(("step", record.step, record.metrics["reward"], threading.get_ident()))
-            with pytest.raises(TypeError):
-                record.metrics["reward"] = 1.0
+            record.metrics["reward"] = 1.0
 
         def on_eval(self, record):
             heard.append(("eval", record.version, record.reward, threading.get_ident()))
+            record.reward_parts["length"] = 1.0
 
     def on_checkpoint(record):
         heard.append(("checkpoint", record.step, record.path.name, threading.get_ident()))
 
-    callbacks = Callbacks(given_callbacks([Listener(), {"on_checkpoint": on_checkpoint}]))
-    callbacks.take(stepped(0))
-    callbacks.take(EvaluationDone(1, 0.0, Measured(reward=0.25), []))
+    callbacks = Callbacks(given_callbacks([Listener(), {"on_checkpoint": on_checkpoint}, Listener()]))
+    line, found = stepped(0), Measured(reward=0.25, reward_parts={"length": 0.75})
+    callbacks.take(line)
+    callbacks.take(EvaluationDone(1, 0.0, found, []))
     callbacks.take(CheckpointSaved(step=1, path="/run/checkpoints/step_1"))
     callbacks.finish()
-    assert [one[:3] for one in heard] == [("step", 0, 0.5), ("eval", 1, 0.25), ("checkpoint", 1, "step_1")]
+    each = [("step", 0, 0.5), ("step", 0, 0.5), ("eval", 1, 0.25), ("eval", 1, 0.25), ("checkpoint", 1, "step_1")]
+    assert [one[:3] for one in heard] == each
+    assert (line.line, found.reward_parts) == (stepped(0).line, {"length": 0.75})
     assert len({one[3] for one in heard} - {threading.get_ident()}) == 1
     assert not callbacks.wants_stop
     assert len(callbacks.seconds) == 3
+
+
+def test_records_can_be_written_and_sent():
+    heard: list[Any] = []
+    callbacks = Callbacks(given_callbacks({"on_step": heard.append, "on_eval": heard.append}))
+    callbacks.take(stepped(0))
+    callbacks.take(EvaluationDone(1, 0.0, Measured(reward=0.25, reward_parts={"length": 0.25}), []))
+    callbacks.finish()
+    step, found = (pickle.loads(pickle.dumps(record)) for record in heard)
+    assert json.loads(json.dumps(step.metrics)) == {"step": 0, "version": 1, "reward": 0.5}
+    assert json.loads(json.dumps(found.reward_parts)) == {"length": 0.25}
 
 
 def test_one_that_raises_ends_the_calls_and_is_named():

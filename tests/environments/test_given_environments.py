@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from user_environments import Counter, Maze, add
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.recipes import resolve
+from slipstream.core.recipes import resolve, save_config
 from slipstream.core.user_code import FROM_PYTHON
 from slipstream.environments.checks import check_environments
 from slipstream.environments.given import with_given_environment
@@ -52,3 +55,18 @@ def test_constraints_go_with_an_environment_that_gives_the_reward() -> None:
     with pytest.raises(ConfigError, match="constraints alone"):
         with_given_environment(config, environment_factory=NoReward)
     with_given_environment(config, environment_factory=Counter)
+
+
+@pytest.mark.parametrize("given", [{"environment": "env.py:Maze"}, {"tools": ["env.py:add"]}, {"agent": "env.py:ask"}])
+def test_a_resumed_run_is_given_the_file_that_it_was_given(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its path is absolute in config.toml; from another folder it is another file."""
+    monkeypatch.chdir(tmp_path)
+    config, _ = with_given_environment(CONFIG, **given)
+    save_config(config, tmp_path / "config.toml")
+    recorded = resolve(tmp_path / "config.toml")
+    assert with_given_environment(recorded, **given)[0] == recorded
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    assert with_given_environment(recorded, **given)[0].environment != recorded.environment

@@ -20,6 +20,7 @@ from covering import with_slow
 from processes import children, command_line, descendants, is_alive
 
 import slipstream
+from slipstream.controller.callbacks import Callbacks
 from slipstream.controller.controller import Controller
 from slipstream.controller.held_out import HeldOut
 from slipstream.core.errors import ConfigError
@@ -238,18 +239,19 @@ def test_ctrl_c_says_what_is_finished_and_how_to_go_on(
     assert resumed.summary["eval"]["after"]["accuracy"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("amid", with_slow(["a callback"], ["the report"]))
 def test_signals_after_the_run_is_saved_say_that_it_is(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    amid: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first while the report is made is told of, the second leaves nothing to go on with."""
+    """The first, while a callback or the report is waited for, is told of; the second leaves nothing to go on with."""
     more = {"host": "inline", "steps": 1, "warm_start": {"steps": 0}, "eval": {"every": 0, "num_prompts": 4}}
 
-    def drawing(_: Path) -> None:
+    def interrupted(_: object) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(rl, "_draw", drawing)
+    of, name = {"a callback": (Callbacks, "finish"), "the report": (rl, "_draw")}[amid]
+    monkeypatch.setattr(of, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         slipstream.run("quickstart", overrides=tiny | more, out=tmp_path / "run")
     said = capfd.readouterr()

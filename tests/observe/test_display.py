@@ -1,7 +1,9 @@
 import io
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 from rich.console import Console
@@ -232,6 +234,16 @@ def test_rewards_that_are_ready_are_not_told_as_a_fault():
         display.counters("trainer", {"time/forward_backward": 0.8 * second, "time/wait_generation": 0.2 * second})
     assert "trainer waits for generation 20%" in display._step_line()
     assert "completions" not in display._step_line()
+
+
+def test_what_stands_for_standard_output_may_only_write(monkeypatch):
+    """A notebook's or a program's tee: it is no terminal."""
+    said = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=said.append, flush=lambda: None))
+    display = Display({"recipe": "q"}, steps=1, max_staleness=0)
+    display.step({"step": 0, "version": 1, "reward": 0.5})
+    display.finish(make_summary(), {})
+    assert "step 1/1  reward 0.500" in "".join(said)
 
 
 def test_forced_colours_do_not_make_a_notebook_a_terminal(monkeypatch, capsys):

@@ -49,6 +49,13 @@ def ask(page: Watch, path: str, *, method: str = "GET", **headers: str) -> tuple
         connection.close()
 
 
+def test_the_folder_is_that_of_the_call(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    with Watch(run_dir.name) as page:
+        monkeypatch.chdir(tmp_path)
+        assert json.loads(ask(page, "/api/run")[1])["folder"] == str(run_dir)
+
+
 def test_everything_that_the_page_asks_for_is_there(page: Watch) -> None:
     todo, seen = ["/"], set()
     while todo:

@@ -69,6 +69,36 @@ def test_a_resumed_run_keeps_its_weights_and_needs_its_functions(config: RunConf
     assert "slipstream.run(..., reward=...)" in str(caught.value)
 
 
+BREVITY = "length.py:brevity"
+
+
+@pytest.mark.parametrize(
+    ("reward", "weights"),
+    [
+        ([accuracy, BREVITY], [1.0, 0.1]),
+        ([accuracy, {"function": Judge(), "per": "group"}], [1.0, 0.1]),
+        ([accuracy, {"function": BREVITY, "weight": 0.1}], None),
+        ([{"function": "length", "params": {"target_tokens": 4}}, accuracy], [0.1, 1.0]),
+    ],
+)
+def test_a_run_is_resumed_and_evaluated_with_what_it_was_given(
+    config: RunConfig, reward: Any, weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's path is absolute in config.toml, and given again as it was; an evaluation is given no weights."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "length.py").write_text("def brevity(completions, **_): return [-len(c) for c in completions]\n")
+    found, functions = with_given(
+        resolve(config.model_dump(), {"eval.measure": "accuracy"}), reward, weights, keeps_measure=True
+    )
+    save_config(found, tmp_path / "config.toml")
+    recorded = resolve(tmp_path / "config.toml")
+    assert sorted(term.weight for term in recorded.rewards.terms) == [0.1, 1.0]
+    assert recorded.eval.measure == "accuracy"
+    for again in (None, weights):
+        assert with_given(recorded, reward, again) == (recorded, functions)
+    assert with_given(recorded, [accuracy, "other.py:brevity"])[0].rewards != recorded.rewards
+
+
 @pytest.mark.parametrize(
     ("reward", "weights", "words"),
     [

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from slipstream.controller.evaluations import EvaluationDone
@@ -60,12 +59,12 @@ class Callbacks:
     def take(self, news: object) -> None:
         match news:
             case StepWritten(line=line):
-                self._call("on_step", StepRecord(line["step"], line["version"], MappingProxyType(dict(line))))
+                self._call("on_step", lambda: StepRecord(line["step"], line["version"], dict(line)))
             case EvaluationDone(version=version, temperature=temperature, found=found, name=name):
-                parts = MappingProxyType(dict(found.reward_parts))
-                self._call("on_eval", EvalRecord(version, temperature, found.accuracy, found.reward, parts, name))
+                numbers, parts = (found.accuracy, found.reward), found.reward_parts
+                self._call("on_eval", lambda: EvalRecord(version, temperature, *numbers, dict(parts), name))
             case CheckpointSaved(step=step, path=path):
-                self._call("on_checkpoint", CheckpointRecord(step, Path(path)))
+                self._call("on_checkpoint", lambda: CheckpointRecord(step, Path(path)))
 
     def has_failed(self) -> bool:
         """Tell, once, of a call that has raised, or takes too long."""
@@ -99,12 +98,13 @@ class Callbacks:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _call(self, hook: str, record: object) -> None:
+    def _call(self, hook: str, record: Callable[[], object]) -> None:
+        """Let the functions of `hook` be called, each with a record of its own, which it may change."""
         functions = self.hooks.get(hook, ())
         if not functions or self.error is not None:
             return
         with self._changed:
-            self._waiting.extend(_Call(f, record, f"{hook} ({place_of(f) or repr(f)})") for f in functions)
+            self._waiting.extend(_Call(f, record(), f"{hook} ({place_of(f) or repr(f)})") for f in functions)
             self._changed.notify_all()
             is_late = len(self._waiting) > MANY_WAITING * len(functions) and not self._has_told
         if is_late:

@@ -117,7 +117,7 @@ class Controller:
             self._run()
         try:
             self.callbacks.finish()  # nothing else waits for it
-        except BaseException:
+        except Exception:  # with an interrupt the run is saved, and stays so
             self.tally.status = "failed"
             raise
         return self.tally

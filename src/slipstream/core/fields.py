@@ -82,9 +82,14 @@ def _absolute(value: str, info: SerializationInfo) -> str:
     return os.path.abspath(value) if is_there else value
 
 
+def absolute_code(name: str) -> str:
+    """Return a 'file.py:name' with the absolute path of its file; any other name as it is."""
+    is_file = name.rpartition(":")[0].endswith(".py") and not name.startswith("~")
+    return os.path.abspath(name) if is_file else name
+
+
 def _absolute_code(value: str, info: SerializationInfo) -> str:
-    is_file = info.context == ABSOLUTE and value.rpartition(":")[0].endswith(".py") and not value.startswith("~")
-    return os.path.abspath(value) if is_file else value
+    return absolute_code(value) if info.context == ABSOLUTE else value
 
 
 Positive = Annotated[int, Field(gt=0, le=MAX_INTEGER, strict=True)]

@@ -535,6 +535,9 @@ def _first_comment(path: Path) -> str:
 
 
 def _find(name_or_path: str | Path) -> Path:
+    if not isinstance(name_or_path, str | Path):
+        got, allowed = shortened(shown(name_or_path), 60), "a name, a path, or tables"
+        raise ConfigError("this is no recipe", got=got, allowed=allowed)
     check_path(name_or_path, f"recipe {shortened(str(name_or_path), 60)!r}")
     path = Path(name_or_path)
     run = f"a run goes on with `slipstream run --resume {path}`" if os.path.isfile(path / "config.toml") else None

@@ -232,3 +232,15 @@ def _bound_names(tree: ast.Module) -> dict[str, ast.AST]:
 
 def _is_plain_value(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedStr)
+
+
+def check_default_dtype() -> None:
+    """Raise ConfigError where the caller has told torch to make tensors of another type than float32.
+
+    In this process weights, caches and moments would have that type.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_default_dtype() is not torch.float32:
+        what, got = "torch's default dtype is another than float32", torch.get_default_dtype()
+        hint = "torch.set_default_dtype(torch.float32) before the call; fields named precision choose others"
+        raise ConfigError(what, got=got, allowed="torch.float32", hint=hint)

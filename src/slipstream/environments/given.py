@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.fields import absolute_code
 from slipstream.core.recipes import resolve
 from slipstream.core.user_code import FROM_PYTHON
 from slipstream.environments.agents import AgentMaker
@@ -77,7 +78,7 @@ def _tables(
 ) -> tuple[dict[str, Any], dict[str, Maker]]:
     """Return the fields of [environment], and what makes each of the objects they name."""
     if isinstance(environment, str):
-        return {"class_path": environment}, {}
+        return {"class_path": absolute_code(environment)}, {}
     if isinstance(environment, Mapping):
         makers = {str(name): _checked(one, f"environment['{name}']") for name, one in environment.items()}
         return _choices(makers, config.environment.column), makers
@@ -90,7 +91,7 @@ def _tables(
     if not listed and factory is None:
         raise ConfigError("the list of tools is empty", allowed="a function or more, or no argument `tools`")
     if factory is None and all(isinstance(tool, str) for tool in listed):
-        return {"tools": listed}, {}
+        return {"tools": [absolute_code(tool) for tool in listed]}, {}
     functions = [tool for tool in listed if not isinstance(tool, str)]
     if len(functions) < len(listed):
         allowed = "one kind: functions run in this process, and those of paths in a sandbox"
@@ -110,7 +111,7 @@ def _tables(
 def _agent(config: RunConfig, agent: AgentFunction) -> tuple[dict[str, Any], dict[str, Maker]]:
     """Return the fields of one agent or several, and what makes them."""
     if isinstance(agent, str):
-        return {"agent": agent}, {}
+        return {"agent": absolute_code(agent)}, {}
     if isinstance(agent, Mapping):
         makers = {str(name): _agent_maker(one, str(name)) for name, one in agent.items()}
         return _choices(makers, config.environment.column, field="agent"), makers

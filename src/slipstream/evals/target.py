@@ -22,6 +22,7 @@ from slipstream.core.recipes import (
     with_stage_paths,
 )
 from slipstream.core.run_lock import LOCK_FILE
+from slipstream.core.user_code import check_default_dtype
 from slipstream.generator.vllm.settings import check_settings
 from slipstream.models.hub import Tell, checkpoint_folder, has_checkpoint, hub_id, pinned, with_folders
 from slipstream.observe.attempts import attempt_folders
@@ -47,6 +48,7 @@ def eval_target(
     in. ConfigError when there is no checkpoint, no reward model, nothing says what to ask it, or a data set is given
     that would not be asked.
     """
+    check_default_dtype()
     path, is_on_hub = Path(path), hub_id(str(path)) is not None
     checkpoint, is_run = (path, False) if is_on_hub else _checkpoint_in(path)
     if recipe is None and not is_run:
@@ -111,6 +113,7 @@ def served_target(path: str | Path, *, tell: Tell | None = None) -> ServedTarget
 
     `path` is as for `eval_target`, without a recipe. ConfigError where there is no checkpoint.
     """
+    check_default_dtype()
     wanted = hub_id(str(path))
     folder = checkpoint_folder(str(path), what="MODEL", tell=tell)
     checkpoint, _ = _checkpoint_in(folder)

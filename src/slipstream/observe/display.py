@@ -27,7 +27,7 @@ from slipstream.core.held_out import Measured
 from slipstream.core.plain import plural
 from slipstream.core.ranks import split_rank_name
 from slipstream.observe.evaluation import MOMENTS, evaluation_rows
-from slipstream.observe.outlet import Outlet
+from slipstream.observe.outlet import Outlet, is_terminal
 from slipstream.observe.samples import Sample
 from slipstream.observe.states import UNLABELLED, colour, in_words, is_missed, shares
 from slipstream.observe.summary import Summary
@@ -77,7 +77,7 @@ class Display:
         clock: Clock | None = None,
     ) -> None:
         # A notebook's kernel asks for colours (FORCE_COLOR), but what it shows is not a terminal.
-        self._console = console or Console(force_jupyter=False, force_terminal=sys.stdout.isatty())
+        self._console = console or Console(force_jupyter=False, force_terminal=is_terminal())
         self._outlet = sys.stdout if isinstance(sys.stdout, Outlet) and console is None else None
         self._clock = clock or WallClock()
         self.is_live = (

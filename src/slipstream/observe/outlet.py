@@ -194,6 +194,11 @@ class Outlet(io.TextIOBase):
         self._news.notify_all()
 
 
+def is_terminal() -> bool:
+    """Return whether standard output is a terminal. What a program puts in its place may only have `write`."""
+    return bool(getattr(sys.stdout, "isatty", lambda: False)())
+
+
 @contextmanager
 def lasting_output(log_path: Path | None = None) -> Iterator[None]:
     """Standard output and error last within: they neither fail nor block. `log_path` gets what they do not take.

@@ -213,12 +213,12 @@ class Answer:
         return told
 
 
-def make_plan(model: str, **given: Any) -> Answer:
+def make_plan(model: str | Path, **given: Any) -> Answer:
     """Plan from Python as `slipstream plan` does: `make_plan("llama-3.1-8b", gpus=16).plan.best.rehearsed.step_s`.
 
     Arguments are the command's flags, with underscores. ConfigError for bad input.
     """
-    return answer(question_of(model=model, **given))
+    return answer(question_of(model=str(model), **given))
 
 
 def answer(question: Question) -> Answer:

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.core.config import RunConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.fields import absolute_code
 from slipstream.core.recipes import resolve
 from slipstream.core.sections import RewardsConfig, RewardTerm
 from slipstream.core.user_code import FROM_PYTHON
@@ -34,9 +35,9 @@ def with_given(
     """Return `config` with `reward` as its terms, and the functions among them; as it is without any.
 
     Terms have weight 1, or those of `weights`, or of their own table. A run that is resumed keeps the terms of its
-    configuration where they name these functions. An `eval.measure` that names a replaced term goes with it, unless
-    `keeps_measure` says that it was given together with the functions. ConfigError for what is no function or does not
-    fit.
+    configuration where they name these functions, and the weights that are not given anew. An `eval.measure` that names
+    a replaced term goes with it, unless `keeps_measure` says that it was given together with the functions. ConfigError
+    for what is no function or does not fit.
     """
     if reward is None:
         if weights is not None:
@@ -52,13 +53,18 @@ def with_given(
         if twice := next((table for table in tables if "weight" in table), None):
             raise ConfigError("a weight is given twice", got=f"reward_weights, and the table of '{twice['function']}'")
         tables = [{**table, "weight": weight} for table, weight in zip(tables, weights, strict=True)]
-    recorded = [term.function for term in config.rewards.terms]
-    if recorded == [table["function"] for table in tables] and all(len(table) == 1 for table in tables):
-        return config, functions
+    terms, names = config.rewards.terms, [absolute_code(table["function"]) for table in tables]
+    if [absolute_code(term.function) for term in terms] == names:
+        tables = [_as_recorded(term, table) for term, table in zip(terms, tables, strict=True)]
     over: dict[str, Any] = {"rewards": {"terms": tables}}
     if keeps_measure:
         over["eval"] = {"measure": config.eval.measure}
     return resolve(config.model_dump(), over), functions
+
+
+def _as_recorded(term: RewardTerm, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table of `term`, given again as `table`: without one of its own it is as it was."""
+    return term.model_dump() if len(table) == 1 else {"weight": term.weight, **table, "function": term.function}
 
 
 def _tables(listed: Sequence[Any]) -> tuple[list[dict[str, Any]], Functions]:

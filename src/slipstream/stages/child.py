@@ -29,7 +29,7 @@ from slipstream.core.interrupts import leave_to_the_run
 from slipstream.core.machine import num_cores
 from slipstream.core.recipes import resolve
 from slipstream.core.run_lock import inherited
-from slipstream.observe.outlet import CONSOLE_LOG, lasting_output
+from slipstream.observe.outlet import CONSOLE_LOG, is_terminal, lasting_output
 from slipstream.stages.progress import told_of
 
 MAX_ERROR_BYTES = 1 << 15  # a pipe has room for it
@@ -54,11 +54,11 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
     reading, writing = os.pipe()  # a file would not be to be relied on: the disk may be full
     os.set_blocking(reading, False)
     command = lifeline.command("slipstream.stages.child", str(run_dir.resolve()), stage, str(writing))
-    is_terminal = sys.stdout.isatty()
+    shows_itself = is_terminal()
     process = subprocess.Popen(
         [*command, *(["--display"] if display else [])],
         stdin=subprocess.PIPE,
-        stdout=None if is_terminal else subprocess.PIPE,  # a notebook shows what this process writes
+        stdout=None if shows_itself else subprocess.PIPE,  # a notebook shows what this process writes
         text=True,
         env=os.environ | thread_environment(num_cores()) | {"PYTHONPATH": search_path()},
         pass_fds=[writing, *inherited(run_dir)],
@@ -78,7 +78,7 @@ def run_in_child(stage: str, run_dir: Path, *, display: bool) -> None:
         if process.stdout is not None:
             process.stdout.close()
         _end(process)
-        if is_terminal and display:
+        if shows_itself and display:
             Console().show_cursor()  # it may have ended within a live picture
     if code == 0:
         return

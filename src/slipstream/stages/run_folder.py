@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def folder_of(run_dir: Path, *, is_named: bool) -> Iterator[Path]:
         except FileExistsError:
             if is_named:
                 raise
-            run_dir = run_dir.with_name(f"{run_dir.name}-{os.getpid()}")
+            run_dir = run_dir.with_name(f"{run_dir.name}-{threading.get_native_id()}")
             new = [run_dir]
             run_dir.mkdir()
         if not os.access(run_dir, os.W_OK):

@@ -82,8 +82,8 @@ class Watch:
     """
 
     def __init__(self, run_dir: str | Path, *, port: int = 0) -> None:
-        self.index = RunIndex(Path(run_dir))
-        self.verdict = LiveVerdict(Path(run_dir))
+        folder = Path(run_dir).absolute()  # the program may go to another working folder
+        self.index, self.verdict = RunIndex(folder), LiveVerdict(folder)
         self.lock = threading.Lock()  # of `index`
         self.changed = threading.Condition()
         self.num_changes = 0
