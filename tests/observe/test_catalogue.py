@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PUT_TOGETHER = (
     *("dropped/", "train/rm/", "train/", "chosen_mean", "rejected_mean", "num_preferences", "num_tokens"),
     *("chosen_reward", "rejected_reward"),
-    *("eval_reward", "eval_accuracy", "eval_sampled_"),
+    *("eval_reward", "eval_accuracy", "eval_num_judged", "eval_sampled_"),
 )
 """Beginnings of names that the sources put together from parts, or from a dataclass' fields."""
 SHOWS = ("catalogue.py", "health.py", "trends.py", "display.py", "group_flow.py")
