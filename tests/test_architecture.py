@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 94_175
+MAX_LINES = 94_197
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -181,16 +181,16 @@ MAX_LINES_OF_FOLDER = {
     "batching": 445,
     "controller": 6_428,
     "core": 12_348,
-    "environments": 8_252,
+    "environments": 8_260,
     "evals": 2_829,
     "generator": 10_072,
     "jail": 1_081,
     "jobs": 982,
-    "models": 10_141,
-    "observe": 10_192,
-    "plan": 7_700,
+    "models": 10_143,
+    "observe": 10_195,
+    "plan": 7_702,
     "prompts": 1_644,
-    "rewards": 4_112,
+    "rewards": 4_120,
     "stages": 3_014,
     "trainer": 6_630,
     "weight_sync": 3_738,

@@ -274,6 +274,6 @@ def section(lab: Lab, plan: Plan | None = None) -> Section:
         cost="two to three hours on two cores, by the rounds that tuning takes",
         notes=[
             told_of_tuning({f"policy {size}": trial for size, trial in tuned.items()}),
-            f"Held-out losses of the SFT policies lie up to {found.apart:.2f} nats per token apart.",
+            f"Held-out losses of the SFT policies lie up to {found.apart:.3f} nats per token apart.",
         ],
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,10 +154,8 @@ def _given(functions: Functions, environments: Given | None, display: bool, *oth
 @contextmanager
 def _threads_kept() -> Iterator[None]:
     """Restore torch's number of threads, which executors and stages set: with `host = "inline"` here."""
-    check_default_dtype()
-    if (torch := sys.modules.get("torch")) is None:  # it has no number of the caller's, and takes a second to import
-        yield
-        return
+    import torch
+
     before = torch.get_num_threads()
     try:
         yield
@@ -343,6 +340,8 @@ def _check(config: RunConfig, given: FromPython) -> None:
     from slipstream.controller.meeting import check_listening
     from slipstream.stages.chain import check_stages
 
+    if config.host == "inline":
+        check_default_dtype()
     with_folders(config, tell=_tell(display=given.display), is_first=True)
     check_stages(config, given=given.functions, environments=given.environments, remote=given.remote)
     if given.cluster is not None:

@@ -178,7 +178,10 @@ def test_fields_that_no_sampler_here_meets_are_told_unless_they_change_nothing()
         "stop_token_ids": [],
         "guided_choice": None,
         "guided_json": {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": False,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": True,
+        "truncate_prompt_tokens": -1,
         "add_generation_prompt": True,
         "reasoning_effort": "medium",
     }
@@ -194,11 +197,16 @@ def test_fields_that_no_sampler_here_meets_are_told_unless_they_change_nothing()
         "guided_json": {"type": "object"},
         "guided_regex": "[0-9]",
         "structured_outputs": {"regex": "a"},
-        "parallel_tool_calls": False,
+        "skip_special_tokens": False,
+        "truncate_prompt_tokens": 8,
         "add_generation_prompt": False,
         "reasoning_effort": "high",
     }
     assert set(chat(**changing).wishes.unmet) == changing.keys()
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert chat(tools=[tool], parallel_tool_calls=False).wishes.unmet == ("parallel_tool_calls",)
+    assert chat(tools=[tool], parallel_tool_calls=True, stop="a").wishes.unmet == ()
+    assert chat(stop="a", include_stop_str_in_output=True).wishes.unmet == ("include_stop_str_in_output",)
     assert set(completions_ask({"prompt": "a", **changing}).wishes.unmet) == changing.keys()
 
 

@@ -275,5 +275,5 @@ def test_a_section_is_made_of_what_the_runs_left(tmp_path, undrawn):
     assert section.notes == [
         "Tuning, on seed 100: *within* is an effective sample size of 0.3 to 0.6 where neither run "
         "has collapsed. Not within: none.",
-        "Held-out losses of the SFT policies lie up to 0.09 nats per token apart.",  # 1600/4500 of S, 200/450 of M
+        "Held-out losses of the SFT policies lie up to 0.089 nats per token apart.",  # 1600/4500 of S, 200/450 of M
     ]

@@ -24,7 +24,7 @@ def bfloat16() -> Iterator[None]:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda folder: slipstream.run("quickstart", out=folder / "run", display=False),
+        lambda folder: slipstream.run("quickstart", out=folder / "run", display=False, overrides={"host": "inline"}),
         lambda folder: slipstream.evaluate_model(folder, recipe="quickstart"),
         lambda folder: slipstream.export(folder, folder / "out"),
         lambda folder: slipstream.serve(folder),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AddedToken
 
 import slipstream
 from slipstream.core.run_log import read_rollouts
@@ -16,7 +17,7 @@ from slipstream.models.hf import save_model
 from slipstream.models.initialise import new_model
 from slipstream.models.tokenizer import char_tokenizer
 
-DIGITS = "0123456789"
+ENDS, ORDINARY = "02468abcde", "1357"
 FIELDS = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 RUN: dict[str, Any] = {
     "recipe": "ends",
@@ -35,10 +36,14 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that says anything, and whose generation_config.json ends completions with a digit, too."""
+    """A model that says anything, and whose generation_config.json ends completions with digits and letters, too.
+
+    The odd digits are ordinary tokens.
+    """
     folder, tokenizer = tmp_path_factory.mktemp("models") / "model", char_tokenizer()
+    tokenizer.add_tokens([AddedToken(end, normalized=False) for end in ENDS])
     save_model(new_model(ModelConfig(**FIELDS), len(tokenizer), 0, eos_token_id=1, pad_token_id=0), folder, tokenizer)
-    ends = [tokenizer.convert_tokens_to_ids(digit) for digit in DIGITS]
+    ends = [tokenizer.convert_tokens_to_ids(digit) for digit in ENDS + ORDINARY]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *ends]}))
     return folder
 
@@ -52,13 +57,14 @@ def test_completions_end_with_the_model(folder: Path, tmp_path: Path, ends: bool
     answers = [one for one in evaluate_model(folder, recipe=tables, num_samples=2).answers if one.temperature]
     for texts in (said, [(one.text, one.finish_reason, one.num_tokens) for one in answers]):
         assert len(texts) >= 8
-        with_digits = sum(any(digit in text for digit in DIGITS) for text, _, _ in texts)
+        with_ends = sum(any(end in text for end in ENDS) for text, _, _ in texts)
         if ends:
-            assert not with_digits
+            assert not with_ends
+            assert any(one in text for text, _, _ in texts for one in ORDINARY)
             assert sum(reason == "stop" for _, reason, _ in texts) > len(texts) / 2, "one token in nine is an end"
             assert all(num == 60 for _, reason, num in texts if reason != "stop")
         else:
-            assert with_digits > len(texts) / 2
+            assert with_ends > len(texts) / 2
             assert all((reason, num) == ("length", 60) for _, reason, num in texts)
 
 

@@ -207,6 +207,7 @@ CASES: dict[str, dict[str, tuple[dict[str, Any], str, bool]]] = {
             SAID,
         ),
         "little": ({"waste": {"no_signal": 400}}, "Wasted", NOT_SAID),
+        "chosen": ({"waste": {"not_selected": 40_500, "left": 4050}}, "Wasted", NOT_SAID),
         "resumed": (
             {"waste": {"regenerated": 4050}, "resumed": True},
             "most of them sampled again after the run was resumed.",

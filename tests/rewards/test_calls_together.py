@@ -159,6 +159,49 @@ def test_what_belongs_to_the_loop_of_a_thread_can_be_used_by_its_next_call(tmp_p
     assert made[0].is_closed(), "it ends with its thread"
 
 
+def test_what_a_call_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    left: list[asyncio.Task[None]] = []
+
+    async def awaited() -> list[float]:
+        left.append(asyncio.create_task(asyncio.sleep(GENEROUS_S)))
+        return [float(sum(task.done() for task in left))]
+
+    rollouts = rewards_of({"f": lambda **_: awaited()}, tmp_path, num=3, num_threads=1)
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 2.0]
+
+
+def test_a_loop_that_was_left_behind_is_not_gone_on_with() -> None:
+    clock, awaited_by = VirtualClock(), []
+    blocked, comes_back = threading.Event(), threading.Event()
+
+    async def scores(job: AnyJob) -> list[float | None]:
+        awaited_by.append(asyncio.get_running_loop())
+        if len(awaited_by) == 1:
+            blocked.set()
+            comes_back.wait(GENEROUS_S)
+        return [1.0]
+
+    seats = {"f": Seat(name="f", score=scores, timeout_s=5.0, max_at_once=1)}
+    for passing_s, numbers in (((6.0, 1.5), (0, 1)), ((), (2,))):  # the second job begins again on another loop
+        scorer = LoopScorer(seats, clock=clock, keeps_loop=True)
+        for number in numbers:
+            scorer.submit(job(number, "a"), "f")
+        done = scorer.poll()
+        assert blocked.wait(GENEROUS_S)
+        for seconds in passing_s:
+            clock.advance(seconds)
+            done += scorer.poll()
+        while len(done) < len(numbers):
+            select.select(scorer.fds(), [], [], GENEROUS_S)
+            done += scorer.poll()
+        comes_back.set()
+        for thread in vars(scorer)["_abandoned"]:
+            thread.join(GENEROUS_S)
+        scorer.close()
+    assert awaited_by[0] is not awaited_by[1]
+    assert awaited_by[1:] == [awaited_by[1]] * 2
+
+
 def test_what_a_coroutine_logs_is_of_its_own_completion(tmp_path: Path) -> None:
     async def reward(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
         log_extra("length", [len(text) for text in completions])
@@ -187,8 +230,9 @@ def test_a_function_may_change_what_it_is_given(tmp_path: Path, is_async: bool) 
     prompt = msgspec.structs.replace(one.prompt, messages=[{"role": "user", "content": "q"}], columns={"tests": [3, 4]})
     said = EpisodeRecord(messages=[{"role": "assistant", "content": "x"}])
     episodes = [msgspec.structs.replace(completion(i, "x"), prompt=prompt, episode=said) for i in range(3)]
-    rollouts = rewards_of({"f": awaited if is_async else changes}, tmp_path, of=episodes)
-    assert [rollout.reward for rollout in rollouts] == [224.0] * 3
+    function = awaited if is_async else changes
+    rollouts = rewards_of({"f": function, "g": function}, tmp_path, of=episodes)
+    assert [rollout.reward for rollout in rollouts] == [448.0] * 3
     assert (len(prompt.messages or ()), prompt.columns, len(said.messages)) == (1, {"tests": [3, 4]}, 1)
 
 

@@ -99,6 +99,14 @@ def test_a_run_is_resumed_and_evaluated_with_what_it_was_given(
     assert with_given(recorded, [accuracy, "other.py:brevity"])[0].rewards != recorded.rewards
 
 
+def test_a_term_that_is_given_otherwise_has_a_weight_of_its_own(config: RunConfig) -> None:
+    terms = [{"function": "length", "weight": 0.1, "params": {"target_tokens": 4}}]
+    recipe = resolve(config.model_dump(), {"rewards.terms": terms})
+    again = {"function": "length", "params": {"target_tokens": 4}}
+    for given, weight in ((again, 0.1), (again | {"params": {"target_tokens": 8}}, 1.0)):
+        assert [term.weight for term in with_given(recipe, [given])[0].rewards.terms] == [weight]
+
+
 @pytest.mark.parametrize(
     ("reward", "weights", "words"),
     [

@@ -253,7 +253,7 @@ class SchedulingPolicy(ABC):
             hint = "rollouts.jsonl has the `failure` of each"
         else:
             what = "the reward gives no signal: every completion of a group gets the same reward"
-            last = f"mean reward {event.mean_reward:.3g}"
+            last = f"mean reward {event.mean_reward:.3g} as scored, before loss.truncated"
             hint = "look at rollouts.jsonl and the reward; a warm start, an easier task or more completions per "
             hint += "group help; loss.skip_no_signal = false trains on them anyway"
         got = f"{self.dropped_in_a_row} groups in a row without a signal, the last with {last}"

@@ -346,7 +346,7 @@ class GeneratorConfig(Section):
     stop_at_eos: bool = Field(
         True,
         description="End completions at EOS: the tokenizer's, and each eos_token_id of the model's "
-        "generation_config.json, or config.json. false samples max_new_tokens always (N).",
+        "generation_config.json, or config.json, that is no ordinary token. false samples max_new_tokens always (N).",
     )
     kv_on_update: Literal["keep", "recompute", "recompute_if_older_than"] = Field(
         "keep",

@@ -36,7 +36,7 @@ def admitted(episode: KnownEpisode, asked: Asked, limits: EpisodeLimits, chats: 
     room = limits.room(num_context, num_behind)
     wish = ask.wishes.max_tokens
     _check_limits(episode, limits, now_s, room=room, num_context=num_context, num_behind=num_behind)
-    episode.is_cut = False  # it was refused a turn before, and went on in another way
+    episode.is_cut = False  # an agent that was refused a turn goes on in another way
     if is_new:
         episode.branches.append(branch)
     elif branch.number == 0 and not branch.turn:

@@ -39,10 +39,11 @@ UNMET: dict[str, Any] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "min_new_tokens", "ignore_eos"), 0),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), 0),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "bad_words", "allowed_token_ids"), 0),
-    **dict.fromkeys(("stop_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens", "use_beam_search"), 0),
+    **dict.fromkeys(("stop_token_ids", "use_beam_search", "no_repeat_ngram_size", "thinking_token_budget"), 0),
     **dict.fromkeys(("chat_template", "documents", "continue_final_message"), 0),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), 1),
-    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), True),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), True),
+    "truncate_prompt_tokens": -1,
     **dict.fromkeys(("reasoning_effort", "verbosity"), "medium"),
 }
 """Fields of OpenAI's, vLLM's and others' that would change the turn and that no sampler here has, by the value that
@@ -116,12 +117,19 @@ def _wishes(body: Body) -> SamplingWishes:
         min_p=_number(body, "min_p", 0, 1),
         seed=_integer(body, "seed", -MAX_INT64 - 1, MAX_INT64),
         stop=_stops(body.get("stop")),
-        unmet=tuple(name for name, neutral in UNMET.items() if _changes(body.get(name), neutral)),
+        unmet=tuple(_unmet(body)),
     )
 
 
-def _changes(value: Any, neutral: Any) -> bool:
-    return value is not None and (value != neutral if neutral else bool(value))
+def _unmet(body: Body) -> Iterator[str]:
+    for name, neutral in UNMET.items():
+        value = body.get(name)
+        if value is not None and (value != neutral if neutral else value):
+            yield name
+    if body.get("parallel_tool_calls") is False and body.get("tools"):
+        yield "parallel_tool_calls"
+    if body.get("include_stop_str_in_output") and body.get("stop"):
+        yield "include_stop_str_in_output"
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -80,8 +80,10 @@ def check_division(config: ModelConfig, ranks: int) -> None:
 def stop_token_ids(tokenizer: Tokenizer, config: GeneratorConfig, shape: TransformerConfig) -> list[int]:
     """Return the tokens that end a completion: the tokenizer's EOS and the config's, ascending, then the model's own.
 
-    Without `stop_at_eos` they are the config's alone. Instruction-tuned models name ends that the tokenizer does not.
+    Without `stop_at_eos` they are the config's alone. Instruction-tuned models name ends that the tokenizer does not;
+    what is an ordinary token of it ends nothing: transformers writes the 2 of its classes for models that have no such.
     """
     eos = [] if tokenizer.eos_token_id is None or not config.stop_at_eos else [int(tokenizer.eos_token_id)]
-    more = shape.eos_token_ids if config.stop_at_eos else ()
+    added = getattr(tokenizer, "added_tokens_decoder", shape.eos_token_ids)
+    more = [token for token in shape.eos_token_ids if token in added] if config.stop_at_eos else []
     return list(dict.fromkeys([*sorted({*eos, *config.stop_token_ids}), *more]))

@@ -23,6 +23,8 @@ WASTE = {
     "left": "sampled, and not trained when the run ended",
 }
 """Causes of wasted tokens, and what each counts."""
+CHOSEN = ("not_selected", "left")
+"""Causes that are no waste: the recipe selects, and what was left when a run ended early goes on with it."""
 RE_PREFILLED = "re_prefilled_tokens"
 """The name of their count, in the `Counters` and timelines of generators."""
 

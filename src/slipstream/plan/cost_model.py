@@ -73,6 +73,8 @@ class CostModel:
 
     def _for(self, workload: Workload) -> CostModel:
         other = copy.copy(self)
+        for name in ("without_critic", "_of_reference"):
+            vars(other).pop(name, None)  # they are of this workload
         other.workload, other._known = workload, {}
         return other
 

@@ -125,7 +125,8 @@ class LoopScorer:
         if self._loop is None:
             kept = _KEPT.pop(os.getpid(), None) if self._keeps_loop else None
             self._loop, self._is_over = kept or asyncio.new_event_loop(), threading.Event()
-            turns = (self._loop, self._is_over, self._keeps_loop)
+            loop = self._loop  # an abandoned one is not kept
+            turns = (loop, self._is_over, lambda: self._keeps_loop and self._loop is loop)
             self._thread = start_thread(_turn_round, args=turns, name="reward-loop")
         turn = _Handed(place, job, deadline_s=self._clock.now_s() + self._seats[place].timeout_s)
         self._open[job.job_id] = turn
@@ -181,7 +182,7 @@ class LoopScorer:
             self._waiting[turn.place].appendleft(turn.job)
 
 
-def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event, is_kept: bool) -> None:
+def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event, is_kept: Callable[[], bool]) -> None:
     """Run the loop until it is stopped, which `is_over` says, and end the tasks that it still has.
 
     A task that a function has started and that exits fails where it is awaited; nothing else ends with it.
@@ -195,5 +196,5 @@ def _turn_round(loop: asyncio.AbstractEventLoop, is_over: threading.Event, is_ke
         task.cancel()
     with suppress(SystemExit, KeyboardInterrupt, RuntimeError):  # the last where a stop is left over
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    if not is_kept or _KEPT.setdefault(os.getpid(), loop) is not loop:
+    if not is_kept() or _KEPT.setdefault(os.getpid(), loop) is not loop:
         loop.close()

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from contextvars import copy_context
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
@@ -81,7 +82,7 @@ def call_function(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> li
     """
     rewards = function(**_keywords(function, jobs))
     if inspect.isawaitable(rewards):  # on a loop that lasts: connections of a client belong to it
-        rewards = _LOOP.runner.run(_awaited(rewards), context=copy_context())
+        rewards = _LOOP.runner.run(_awaited_alone(rewards), context=copy_context())
     return _checked(function, rewards, len(jobs))
 
 
@@ -104,19 +105,20 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _keywords(function: Callable[..., Any], jobs: Sequence[RewardJob]) -> dict[str, Any]:
-    columns = [{"answer": job.answer, **job.columns} for job in jobs]
+    """Return what the function is called with; what it may change are copies, since others get the same jobs."""
+    columns = [{"answer": job.answer, **deepcopy(job.columns)} for job in jobs]
     names = [name for name in columns[0] if name not in GIVEN]
     more: dict[str, Any] = {}
     if BRANCHES not in names and _takes(function, BRANCHES):
-        more[BRANCHES] = [job.branches for job in jobs]
+        more[BRANCHES] = [deepcopy(job.branches) for job in jobs]
     log = CURRENT.get(None) or RewardLog(len(jobs))
     for name, logs in (("log_extra", log.log_extra), ("log_metric", log.log_metric)):
         if name not in names and _takes(function, name, by_text=True):
             more[name] = logs
     return {
-        "prompts": [job.prompt for job in jobs],
-        "completions": [_completion(job) for job in jobs],
-        "completion_ids": [job.completion_ids for job in jobs],
+        "prompts": [deepcopy(job.prompt) for job in jobs],
+        "completions": [deepcopy(_completion(job)) for job in jobs],
+        "completion_ids": [list(job.completion_ids) for job in jobs],
         **{name: [row[name] for row in columns] for name in names},
         **more,
     }
@@ -174,8 +176,16 @@ def _brief(value: Any) -> str:
     return f"{shortened(shown(value), _MAX_SHOWN)} ({type(value).__name__})"
 
 
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
+async def _awaited_alone(awaitable: Any) -> Any:
+    """Await it, and end the tasks that it leaves, which would go on in the calls behind it."""
+    before = asyncio.all_tasks()
+    try:
+        return await awaitable
+    finally:
+        left = asyncio.all_tasks() - before
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 def import_function(term: Term) -> Callable[..., Any]:

@@ -63,8 +63,9 @@ def with_given(
 
 
 def _as_recorded(term: RewardTerm, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table of `term`, given again as `table`: without one of its own it is as it was."""
-    return term.model_dump() if len(table) == 1 else {"weight": term.weight, **table, "function": term.function}
+    """Return the table of `term` where `table` says nothing else of it, else `table`."""
+    again = {**(recorded := term.model_dump()), **table, "function": term.function}
+    return again if again == recorded else dict(table)
 
 
 def _tables(listed: Sequence[Any]) -> tuple[list[dict[str, Any]], Functions]:

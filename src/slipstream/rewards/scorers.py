@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -135,8 +134,7 @@ class Scorers:
     def submit(self, call: Call) -> None:
         """Queue `call`; its scorer gets it at the next `poll`."""
         place, per = call.where
-        is_here = place not in (WORKERS, NETWORK) and place not in self._judges
-        jobs = [self._job(call.job_id, entry.completion, is_here=is_here) for entry in call.entries]
+        jobs = [self._job(call.job_id, entry.completion) for entry in call.entries]
         job: AnyJob = jobs[0] if per == "completion" else RewardGroupJob(call.job_id, jobs)
         if place in self._loop_of:
             self._loop_of[place].submit(job, place)
@@ -162,22 +160,20 @@ class Scorers:
         for judge in self._judges.values():
             judge.close()
 
-    def _job(self, job_id: int, completion: Completion, *, is_here: bool) -> RewardJob:
-        """Return what a function is called with: copies for one of this process, which may change them."""
+    def _job(self, job_id: int, completion: Completion) -> RewardJob:
         prompt, config, episode = completion.prompt, self._config, completion.episode
-        own: Callable[[Any], Any] = copy.deepcopy if is_here else lambda shared: shared
         text = completion.text if episode is None else last_turn(episode)
         ids = truncate_at_token(completion.trunk_tokens, config.truncate_token, after=config.truncate_after)
         return RewardJob(
             job_id=job_id,
-            prompt=prompt.text if prompt.messages is None else own(prompt.messages),
+            prompt=prompt.text if prompt.messages is None else prompt.messages,
             completion=text[: config.max_chars],
             completion_ids=ids.tolist(),
             task=prompt.task,
             answer=prompt.answer,
-            columns=own(prompt.columns),
-            messages=None if episode is None else own(episode.messages),
-            branches=[] if episode is None else own(episode.branches),
+            columns=prompt.columns,
+            messages=None if episode is None else episode.messages,
+            branches=[] if episode is None else episode.branches,
         )
 
 

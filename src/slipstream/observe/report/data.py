@@ -46,7 +46,7 @@ from slipstream.observe.timeline import (
     times_ns,
 )
 from slipstream.observe.transcript import TranscriptPart, transcript_of
-from slipstream.observe.waste import WASTE
+from slipstream.observe.waste import CHOSEN, WASTE
 
 Clock = Literal["step", "tokens", "time"]
 CLOCKS: tuple[Clock, ...] = get_args(Clock)
@@ -251,8 +251,8 @@ class RunData:
 
     @property
     def wasted_share(self) -> float | None:
-        """Wasted tokens over those trained on. What was left when the run ended goes on with it, and is no waste."""
-        wasted = sum(tokens for cause, tokens in self.wasted.items() if cause != "left")
+        """Wasted tokens over those trained on, by causes that are no choice."""
+        wasted = sum(tokens for cause, tokens in self.wasted.items() if cause not in CHOSEN)
         return wasted / self.tokens_trained if self.tokens_trained and self.times.balance is not None else None
 
     @property

@@ -24,6 +24,7 @@ from slipstream.observe.report.html import card, cards, items, part, table, text
 from slipstream.observe.summary import TrainedRows, violations
 from slipstream.observe.svg import number
 from slipstream.observe.svg_blocks import percent_name
+from slipstream.observe.waste import CHOSEN
 
 RECENT_S = 60.0  # a run that wrote a line so recently is taken to be going on
 MAX_ADVICE = 6
@@ -266,9 +267,9 @@ def starved(run: RunData) -> str:
 def wasted(run: RunData) -> str:
     """Say how much of what was sampled no step trained.
 
-    What was left when a run ended early goes on with it, and of a short run it is large: neither is waste.
+    Of a short run what was left is large, too.
     """
-    waste = {cause: tokens for cause, tokens in run.wasted.items() if cause != "left"}
+    waste = {cause: tokens for cause, tokens in run.wasted.items() if cause not in CHOSEN}
     trained = run.tokens_trained
     if not waste or not trained or len(run.history.steps) < LEAST_STEPS:
         return ""
