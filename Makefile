@@ -79,7 +79,7 @@ experiments: .venv/experiments ## rerun the headline experiments into docs/resul
 	$(BIN)/python -m experiments $(ARGS)
 
 # Without TRL (no network, say) the others run all the same, and the page says that it was not there.
-experiments-all: .venv/experiments ## the same with all of them, and TRL beside us: twenty-seven hours; both go on where they were stopped
+experiments-all: .venv/experiments ## the same with all of them, and TRL beside us: twenty-six hours; both go on where they were stopped
 	-$(MAKE) $(TRL)/installed
 	$(BIN)/python -m experiments --all $(ARGS)
 

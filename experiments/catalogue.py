@@ -16,7 +16,7 @@ class Entry:
 EXPERIMENTS: dict[str, Entry] = {
     "async_vs_sync": Entry("asynchronous equals synchronous in quality, and beats it in time", 80),
     "learning_rates": Entry("synchronous and continuous training at the best learning rate of each", 80),
-    "staleness_by_loss": Entry("how much staleness each loss bears", 260),
+    "staleness_by_loss": Entry("how much staleness each loss bears", 209),
     "corrections": Entry("which correction keeps continuous training stable at staleness 8", 105),
     "far_off_policy": Entry("losses made for very old samples, at lags of 32, 64 and 128 updates", 430),
     "policy_or_reward_size": Entry("policy size or reward-model size", 140),
