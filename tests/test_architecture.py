@@ -165,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(module_edges()).prepare()
 
 
-MAX_LINES = 94_197
+MAX_LINES = 94_188
 MAX_LINES_OF_SPINE = 1_610
 MAX_LINES_OF_FUNCTION = 60
 SPINE = (
@@ -183,7 +183,7 @@ MAX_LINES_OF_FOLDER = {
     "core": 12_348,
     "environments": 8_260,
     "evals": 2_829,
-    "generator": 10_072,
+    "generator": 10_063,
     "jail": 1_081,
     "jobs": 982,
     "models": 10_143,

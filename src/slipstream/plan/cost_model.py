@@ -253,7 +253,7 @@ class CostModel:
 
     def scoring(self, model: TransformerConfig, layout: ScorerLayout, *, has_head: bool = True) -> Parts:
         """Seconds in which the copies of `model` read the rollouts of a step once; a reward model has no logits."""
-        one = CostModel(_headed(model, has_head), self.cluster, _all_read(self.workload), self.efficiency)
+        one = CostModel(_headed(model, has_head), self.cluster, self.workload.all_read, self.efficiency)
         one.has_head = has_head
         copy = TrainerLayout(
             devices=layout.devices // layout.copies,
@@ -497,7 +497,7 @@ class CostModel:
         read, with one layer that runs, and one that comes.
         """
         counts = counts_of(_headed(model, has_head), layout.tensor_parallel)
-        element, tokens = COMPUTED_BYTES[layout.precision], READ_AT_ONCE * _all_read(self.workload).trained_tokens
+        element, tokens = COMPUTED_BYTES[layout.precision], READ_AT_ONCE * self.workload.all_read.trained_tokens
         parts = {
             "weights": counts.params * BYTES[layout.precision] / layout.shards,
             "activations": tokens * (counts.kept_elements + model.hidden_size) * element,
@@ -765,11 +765,6 @@ class CostModel:
 def _headed(model: TransformerConfig, has_head: bool) -> TransformerConfig:
     """Return `model`; without a language head as if it were tied, as `ScalarModel` has it."""
     return model if has_head else replace(model, tie_embeddings=True)
-
-
-def _all_read(workload: Workload) -> Workload:
-    """Return `workload` for an executor that reads all of its rollouts, whichever are trained on."""
-    return replace(workload, trained_per_group=None)
 
 
 _ends = cache(stage_ends)

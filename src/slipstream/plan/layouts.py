@@ -100,7 +100,12 @@ class Workload:
     @property
     def of_reference(self) -> Workload:
         """The work that has as its trained rollouts those that a reference beside the trainer reads."""
-        return replace(self, trained_per_group=None, measures_all=False) if self.measures_all else self
+        return self.all_read if self.measures_all else self
+
+    @property
+    def all_read(self) -> Workload:
+        """The work of an executor that reads all of the rollouts, whichever are trained on."""
+        return replace(self, trained_per_group=None, measures_all=False)
 
     @property
     def trained_tokens(self) -> float:

@@ -24,9 +24,8 @@ from slipstream.generator.vllm.folder import WeightFolder, save_base, save_confi
 from slipstream.generator.vllm.process import Launch
 from slipstream.generator.vllm.settings import DTYPES, FOREIGN_VARIABLES, interpreter
 from slipstream.generator.vllm.weights import AdapterWeights, SlotWeights
-from slipstream.models.build import build_policy
-from slipstream.models.config import TransformerConfig, config_from_hf, new_config
-from slipstream.models.hf import read_hf_config
+from slipstream.models.build import build_policy, first_shape
+from slipstream.models.config import TransformerConfig
 from slipstream.models.hub import is_adapter
 from slipstream.models.lora import EMBEDDING, HEAD, AdapterShape, base_of, shapes_of
 from slipstream.models.peft import planned_shapes, with_adapters
@@ -57,13 +56,13 @@ class VLLMBackend(Backend):
         seed: int,
         stop_token_ids: Sequence[int],
     ) -> None:
-        self.max_len = config.longest_sequence(policy_shape(config, tokenizer).max_positions)
+        self.max_len = config.longest_sequence(first_shape(config).max_positions)
         self.num_versions = config.resident_versions
         self._pins: list[Pin] = []
         if has_adapters(config):
             self._hold_adapters(config, context, tokenizer)
         else:
-            self._hold_slots(config, context, tokenizer)
+            self._hold_slots(config, context)
         try:
             self.engine = self._start(config, context, seed=seed, stop_token_ids=stop_token_ids)
         except BaseException:
@@ -76,8 +75,8 @@ class VLLMBackend(Backend):
             self.close()
             raise
 
-    def _hold_slots(self, config: RunConfig, context: Context, tokenizer: Tokenizer) -> None:
-        shape, precision = policy_shape(config, tokenizer), config.generator.precision
+    def _hold_slots(self, config: RunConfig, context: Context) -> None:
+        shape, precision = first_shape(config), config.generator.precision
         self._shapes: Mapping[str, AdapterShape] = {}
         self._vocab_size = shape.vocab_size
         self.weights: SlotWeights | AdapterWeights = SlotWeights(shape, precision)
@@ -225,14 +224,6 @@ def common_arguments(settings: VLLMConfig, *, dtype: str, room: int, num_seqs: i
     }
 
 
-def policy_shape(config: RunConfig, tokenizer: Tokenizer | None = None) -> TransformerConfig:
-    """Return the shape of the policy; without its `tokenizer` that of a fresh one has no vocabulary."""
-    path = config.first_checkpoint
-    if path is not None:
-        return config_from_hf(read_hf_config(Path(path)))
-    return new_config(config.model, vocab_size=1 if tokenizer is None else len(tokenizer))
-
-
 def has_adapters(config: RunConfig) -> bool:
     """Tell whether the policy is adapters beside a base that stays."""
     path = config.model.path
@@ -270,7 +261,7 @@ def check_vllm(config: RunConfig) -> None:
     if config.generator.engine != "vllm":
         return
     interpreter(config.generator.vllm)
-    shape = policy_shape(config)
+    shape = first_shape(config)
     if config.generator.precision == "fp8" and has_adapters(config):
         raise ConfigError(
             "vLLM is given the base beside adapters without scales",
